@@ -15,7 +15,7 @@ from functools import partial
 from swarmd.node.serving.balancer import holders_of
 from swarmd.plan.chains import routing
 from swarmd.plan.chains.placement import choose_move
-from swarmd.plan.chains.routing import best_route, gather_trips
+from swarmd.plan.chains.routing import RouteQuery, best_route, gather_trips
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span
 
@@ -59,20 +59,22 @@ def main() -> None:
     spans = servers(options.servers, options.blocks, rng)
     me = PeerId("me")
     own = {PeerId(s.peer): rng.uniform(0.001, 0.1) for s in rng.sample(spans, 16)}
-    taken, wanted = [], Span(0, options.blocks)
+    trips = partial(gather_trips, client=me, client_trips_s=own)
+    query = RouteQuery(spans, Span(0, options.blocks), me, trips, cache_tokens=1_000)
+    taken = []
     for _ in range(15):
         begun = time.perf_counter()
-        route = best_route(spans, wanted, me, partial(gather_trips, client=me, client_trips_s=own), n_tokens=1_000)
+        route = best_route(query)
         taken.append(1000 * (time.perf_counter() - begun))
     print(
         f"{options.servers} servers, {options.blocks} blocks: {statistics.median(taken):.1f} ms a route (median of 15)"
     )
     tracemalloc.start()
-    best_route(spans, wanted, me, partial(gather_trips, client=me, client_trips_s=own), n_tokens=1_000)
+    best_route(query)
     peak = tracemalloc.get_traced_memory()[1] / 2**20
     tracemalloc.stop()
     routing.MANY = len(spans)  # compare all of them
-    exact = best_route(spans, wanted, me, partial(gather_trips, client=me, client_trips_s=own), n_tokens=1_000)
+    exact = best_route(query)
     print(
         f"  {len(route.hops)} hops, {1000 * route.cost_s:.0f} ms a token; {1000 * exact.cost_s:.0f} if all are compared"
     )

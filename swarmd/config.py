@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from swarmd.errors import ConfigError
 from swarmd.hours import Hours
+from swarmd.names import HOST_NAME, require_member_name
 from swarmd.text_files import read_text
 from swarmd.values import Span
 
@@ -134,6 +135,7 @@ class PolicyConfig:
 class Config:
     """Everything a daemon can be told.
 
+    ``name`` is what members are told that this machine is called: "auto" is the host's name, "" is none.
     ``direct`` offers direct channels beside libp2p, on ``direct_port`` or, if that is 0, on any free one.
     ``upnp`` asks the router to forward a port where members cannot connect (by PCP and NAT-PMP, too).
     ``relay`` connects members that nobody can dial to others, where this machine can be dialled.
@@ -156,6 +158,7 @@ class Config:
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
+    name: str = HOST_NAME
     listen: str = DEFAULT_LISTEN
     announce: str = ""
     blocked_peers: str = ""
@@ -208,6 +211,7 @@ class Config:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field.name} cannot be negative or infinite, got {value}")
+        require_member_name(self.name)
         _check_choice("training_runs", self.training_runs, TRAINING)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         if self.metrics and not _LOCAL.fullmatch(self.metrics):

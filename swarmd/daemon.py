@@ -11,6 +11,7 @@ import hashlib
 import logging
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -23,12 +24,14 @@ from typing import Any
 import psutil
 import trio
 
+from swarmd.clocks import steady_clock
 from swarmd.config import Config, split
 from swarmd.errors import Refused, SwarmError
 from swarmd.home.founder import Founder
 from swarmd.home.membership import MembershipFiles, by_peer
 from swarmd.home.models import ModelFolders
 from swarmd.home.paths import Home
+from swarmd.names import choose_member_name
 from swarmd.net.api import NatTraversal, Network, Purpose, RecordStore, TaskStatus
 from swarmd.net.exchange import Exchange
 from swarmd.net.port_control import NONCE_BYTES
@@ -64,6 +67,7 @@ from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Accuse, AnyMessage, ExchangeDigest, Hello, Ping, Pong, Records
 from swarmd.report import DaemonParts, Owner
+from swarmd.resources import count_processors, measure_memory
 from swarmd.train.local_run import RunsServices
 from swarmd.train.runs import Runs
 from swarmd.usage_ledger import UsageKind, UsageLedger
@@ -81,6 +85,7 @@ class LocalMember:
     """Whose daemon it is: the swarm's keys, this machine's identity and certificate, what is on its disk.
 
     ``home`` keeps catalog, addresses and the control socket; None: nothing is kept, as in the simulator.
+    ``name``: what other members are told that this machine is called.
     """
 
     keys: SwarmKeys
@@ -90,6 +95,7 @@ class LocalMember:
     folders: dict[ModelId, Path] = field(default_factory=dict)
     bootstrap: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
     home: Home | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,8 @@ class Daemon:
         home = member.home
         self.network = network
         self.exchange = exchange
-        standing = Standing(services.wall_clock, home.standing_file if home else None)
+        steady = steady_clock(services.wall_clock)
+        standing = Standing(steady, home.standing_file if home else None)
         self.rpc = Rpc(network, self, standing, exchange.roster.principal)
         self.directory = _directory_of(member, services, exchange, self.rpc, config)
         library = Library(member.weights, member.folders, int(config.disk_limit_gib * 2**30))
@@ -151,8 +158,9 @@ class Daemon:
             config=config,
             start_worker=services.start_worker,
             wall_clock=services.wall_clock,
+            steady_clock=steady,
             rng=services.rng,
-            turnover=Turnover(services.wall_clock),
+            turnover=Turnover(steady),
             understands=services.understands,
             presence=self.presence,
             books=self.books,
@@ -164,7 +172,7 @@ class Daemon:
         self.prober = Prober(hosting_services, self.hosts)
         self.gateway = _gateway_of(home, config)
         self.reachability = _reachability_of(member, services, self.rpc, self.directory, config)
-        self.health = Health(network.peer_id, version("swarmd"), services.wall_clock)
+        self.health = Health(network.peer_id, version("swarmd"), services.wall_clock, exchange.clocks_s)
         parts = DaemonParts(
             services=hosting_services,
             hosts=self.hosts,
@@ -180,6 +188,7 @@ class Daemon:
         self._understands = services.understands
         self._home = home
         self._metrics = config.metrics
+        self._name = member.name
         self._policy = ""  # why nothing may work; "" while it may
         self._rng = services.rng
         self.stopping = trio.Event()
@@ -253,12 +262,11 @@ class Daemon:
 
     def hello(self) -> Hello:
         """Introduce this member to a peer that it meets."""
-        return Hello(certificate=self._certificate, agent=f"swarmd {version('swarmd')}", now=self.health.now())
+        return Hello(certificate=self._certificate, agent=f"swarmd {self.health.version}", now=self.health.now())
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check a peer's certificate. Raises Refused."""
-        self.health.note_hello(peer, hello)  # first: with a wrong clock here, no certificate may count
-        self.exchange.roster.admit(peer, hello)
+        self.exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Give a member's message to the service that it is for; False when it is for none. Raises Refused."""
@@ -331,15 +339,16 @@ class Daemon:
         self.health.note_clone(self.directory.view())
         peer = {
             "kind": "peer",
+            "name": self._name,
             "addresses": self.network.addresses()[:16],
-            "version": version("swarmd"),
+            "version": self.health.version,
             "minor": self._understands.minor,
             "codecs": self._understands.codecs,
             "needs": tuple(sorted(self._understands.needs)),
             "device": devices[0].device if devices else None,
             "device_memory_bytes": devices[0].device_memory_bytes if devices else None,
-            "memory_bytes": psutil.virtual_memory().total,
-            "cores": psutil.cpu_count(),
+            "memory_bytes": measure_memory().total_bytes,
+            "cores": count_processors(),
             "free_disk_bytes": psutil.disk_usage(str(self._home.folder)).free if self._home else None,
             "up_bytes_per_s": links.up_bytes_per_s,
             "down_bytes_per_s": links.down_bytes_per_s,
@@ -394,6 +403,7 @@ async def main(
             folders=ModelFolders(home).read(),
             bootstrap=by_peer(swarm.bootstrap),
             home=home,
+            name=choose_member_name(config.name, socket.gethostname()),
         )
         services = DaemonServices(
             network,

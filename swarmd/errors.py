@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from swarmd.printable import clean_text
+
 if TYPE_CHECKING:
     from swarmd.values import Span
 
@@ -58,9 +60,12 @@ OUR_MEMBERSHIP = (Code.NOT_A_MEMBER, Code.REVOKED, Code.WAITS, Code.NOT_ALLOWED)
 #     '-- IntegrityError: discard, and penalise
 #         '-- WrongAnswer
 class SwarmError(Exception):
-    """The root of the tree."""
+    """The root of the tree. Its text may quote a peer or a file, and whoever catches it prints it: so it is clean."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return clean_text(super().__str__())
 
 
 class ConfigError(SwarmError):
@@ -94,12 +99,13 @@ class PeerTimeout(PeerError):
 
 
 class Refused(PeerError):
-    """The peer answered no, with a code and sometimes how long to wait."""
+    """The peer answered no, with a code and sometimes how long to wait, or what its clock says (unix seconds)."""
 
-    def __init__(self, code: Code, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, code: Code, message: str, retry_after_s: float | None = None, peer_time: int = 0) -> None:
         super().__init__(message)
         self.code = code
         self.retry_after_s = retry_after_s
+        self.peer_time = peer_time
 
 
 class RemoteProtocolError(PeerError):

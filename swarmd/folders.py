@@ -55,8 +55,36 @@ def write_file(path: Path, content: str | bytes, secret: bool = False) -> None:
         _write_new(new, data, 0o600 if secret else 0o644)
         new.replace(path)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            new.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_file(path: Path) -> bytes | None:
+    """Read a file; None where there is none. Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, if there is one. Raises ConfigError."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot remove {path}: {error.strerror}") from None
+
+
+def require_writable(folder: Path) -> None:
+    """Raise ConfigError for a folder in which nothing can be made: closed to its user, or on a read-only disk."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"nothing can be written in {folder}: open it (chmod u+rwx), have its disk mounted for writing, or choose "
+            "another --home"
+        )
 
 
 def rewrite_file(path: Path, data: bytes) -> None:

@@ -1,16 +1,21 @@
-"""Hours of the week, as a person writes them: ``mon-fri 22:00-08:00, sat, sun``."""
+"""Hours of the week, as a person writes them: ``mon-fri 22:00-08:00, sat, sun``.
+
+They are on whenever a clock on the wall shows a time in them. So where clocks are set back, an hour counts both times.
+Of an hour that is skipped nothing counts. Moments are aware datetimes, and the zone of the wall comes with them.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 
 from swarmd.errors import ConfigError
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MIN = 24 * 60  # minutes
 WEEK_MIN = 7 * DAY_MIN
+LONGEST = timedelta(days=15)  # until hours change: two weeks, where the change of a zone skips them the first time
 _DAY = "|".join(DAYS)
 _PART = re.compile(
     rf"(?:({_DAY})(?:-({_DAY}))?)?\s*(?:(\d\d?):(\d\d)\s*-\s*(\d\d?):(\d\d))?", re.IGNORECASE
@@ -38,26 +43,49 @@ class Hours:
                 parts += _read(piece.strip(), text)
         return cls(text.strip(), tuple(parts))
 
-    def include(self, moment: datetime) -> bool:
-        """Are they on at ``moment``, local time?"""
-        minute = _minute(moment)
+    def include(self, moment: datetime, zone: tzinfo) -> bool:
+        """Are they on at ``moment``, on a wall in ``zone``?"""
         if not self.parts:
             return True
+        minute = _minute(moment, zone)
         return any(start <= minute < end or start <= minute + WEEK_MIN < end for start, end in self.parts)
 
-    def next_change(self, moment: datetime) -> datetime | None:
+    # The clock on the wall runs evenly but for two or so jumps a year. So from one moment the next one that could
+    # matter is the next edge of a part, as if no jump came, or the jump if there is one before that edge.
+    def next_change(self, moment: datetime, zone: tzinfo) -> datetime | None:
         """When they next begin or end; None: never."""
-        minute = _minute(moment)
-        is_on = self.include(moment)
-        this_minute = moment.replace(second=0, microsecond=0)
-        edges = {edge for part in self.parts for edge in part}
-        minutes_ahead = sorted({(edge - minute - 1) % WEEK_MIN + 1 for edge in edges})
-        changes = (this_minute + timedelta(minutes=minutes) for minutes in minutes_ahead)
-        return next((change for change in changes if self.include(change) != is_on), None)
+        edges = {edge % WEEK_MIN for part in self.parts for edge in part}
+        is_on = self.include(moment, zone)
+        candidate = moment.astimezone(UTC).replace(second=0, microsecond=0)
+        end = candidate + LONGEST
+        while edges and candidate < end:
+            minute = _minute(candidate, zone)
+            to_edge = timedelta(minutes=min((edge - minute - 1) % WEEK_MIN + 1 for edge in edges))
+            candidate = _find_jump(candidate, candidate + to_edge, zone) or candidate + to_edge
+            if self.include(candidate, zone) != is_on:
+                return candidate
+        return None
 
 
-def _minute(moment: datetime) -> int:
-    return moment.weekday() * DAY_MIN + moment.hour * 60 + moment.minute
+def _minute(moment: datetime, zone: tzinfo) -> int:
+    local = moment.astimezone(zone)
+    return local.weekday() * DAY_MIN + local.hour * 60 + local.minute
+
+
+def _find_jump(begin: datetime, end: datetime, zone: tzinfo) -> datetime | None:
+    """The first second after ``begin`` at which a zone has another offset than there, if it has at ``end``."""
+    offset = begin.astimezone(zone).utcoffset()
+    if end.astimezone(zone).utcoffset() == offset:
+        return None
+    n_before = 0
+    n_after = int((end - begin).total_seconds())
+    while n_after - n_before > 1:
+        middle = (n_before + n_after) // 2
+        if (begin + timedelta(seconds=middle)).astimezone(zone).utcoffset() == offset:
+            n_before = middle
+        else:
+            n_after = middle
+    return begin + timedelta(seconds=n_after)
 
 
 def _read(piece: str, text: str) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """What the daemon's log looks like: for a terminal, for journald, or JSON for a collector; and how much it may say.
 
-One cause that repeats says so a few times a minute, whatever peers do. Sources: sd-daemon(3) for the journal's levels,
-RFC 3339 for times.
+One cause that repeats says so a few times a minute, whatever peers do. What a peer put into a line neither acts on the
+terminal of who reads it nor looks like another line: those that follow the first of a record are indented. Sources:
+sd-daemon(3) for the journal's levels, RFC 3339 for times.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from swarmd.config import LOG_FORMATS
+from swarmd.printable import clean_text
 
 BURST = 10  # lines of one cause that are written in one window
 WINDOW_S = 60.0  # in which one cause may write a burst
+INDENT = "  "  # of all lines of a record but the first
 MAX_CAUSES = 1_000  # texts of programs, not of peers: some hundreds exist
 JOURNAL_LEVELS = {
     logging.CRITICAL: 2,
@@ -70,20 +73,28 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": clean_text(record.getMessage()),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = clean_text(self.formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False)
 
 
-class JournalFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
+    """Lines for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write one record, with all its lines but the first indented."""
+        return clean_text(super().format(record)).replace("\n", f"\n{INDENT}")
+
+
+class JournalFormatter(TextFormatter):
     """Each line begins with its level as journald reads it; journald knows the time."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Write one record, each of its lines with the level."""
         level = JOURNAL_LEVELS.get(record.levelno, 6)
-        return "\n".join(f"<{level}>{line}" for line in super().format(record).splitlines())
+        return "\n".join(f"<{level}>{line}" for line in super().format(record).split("\n"))
 
 
 def formatter(kind: str, is_journal: bool) -> logging.Formatter:
@@ -92,7 +103,7 @@ def formatter(kind: str, is_journal: bool) -> logging.Formatter:
         return JsonFormatter()
     if is_journal and kind == "auto":
         return JournalFormatter("%(message)s")
-    return logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+    return TextFormatter("%(asctime)s %(levelname)-7s %(message)s")
 
 
 def goes_to_journal(handle: int, environment: Mapping[str, str] = os.environ) -> bool:
@@ -112,3 +123,10 @@ def configure(kind: str, verbose: bool) -> None:
     handler.addFilter(Limit())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("swarmd").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def configure_child(layout: str, level: int) -> None:
+    """Log from a process that works for a daemon, in lines of a ``layout`` as logging.Formatter has it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter(layout))
+    logging.basicConfig(level=level, handlers=[handler])

@@ -20,7 +20,7 @@ class SpanRow(Status, frozen=True, kw_only=True):
 
 
 class PeerRow(Status, frozen=True, kw_only=True):
-    """A member of the swarm, by its own record; None is not measured.
+    """A member of the swarm, by its own record; None is not measured. ``name`` is what its owner calls it, "" is none.
 
     ``reach``: unknown, open or closed to dialling; ``way``: direct or relayed, as this daemon is connected with it.
     ``voucher``: the key of the invite that brought it in, in hex; "" is the founder himself. What it ``may`` do (use,
@@ -54,6 +54,7 @@ class PeerRow(Status, frozen=True, kw_only=True):
     took: int = 0
     found_right: int = 0
     found_wrong: int = 0
+    name: str = ""
 
 
 class WaitingRow(Status, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import msgspec
 import psutil
@@ -17,7 +16,7 @@ import trio
 import swarmd.status as answers
 from swarmd.config import LONGEST_PAUSE_S, load, parse_span
 from swarmd.errors import ConfigError, NoRoute, PeerError
-from swarmd.home.membership import MembershipFiles
+from swarmd.home.membership import MembershipFiles, by_peer
 from swarmd.home.models import ModelFolders
 from swarmd.home.paths import Home
 from swarmd.member_status import PeerRow, PeersAnswer, SpanRow, WaitingRow
@@ -28,7 +27,7 @@ from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
 from swarmd.plan.chains.placement import find_rescues
-from swarmd.plan.chains.routing import Route, best_alternative, best_route, gather_trips
+from swarmd.plan.chains.routing import Route, RouteQuery, best_alternative, best_route, gather_trips
 from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.owner.health import WorkerLife
 from swarmd.status import ChainRow
@@ -75,11 +74,12 @@ class Owner:
         """Everything that ``swarmd status`` shows."""
         hosting = self._hosts.snapshot()
         view = self._directory.view()
+        own_record = view.peers.get(self._services.me)
         first = hosting[0] if hosting else None
         return answers.DaemonStatus(
             swarm=self._services.exchange.keys.name,
             peer=self._services.me,
-            version=version("swarmd"),
+            version=self._health.version,
             uptime_s=round(trio.current_time() - self._started_at, 1),
             addresses=tuple(self._services.rpc.network.addresses()),
             members=len(view.peers),
@@ -98,6 +98,7 @@ class Owner:
             policy=self._presence.snapshot(),
             reach=self._reachability.snapshot() if self._reachability else None,
             health=self._health_rows(view),
+            name=own_record.name if own_record else "",
         )
 
     def _sessions(self) -> tuple[answers.SessionRow, ...]:
@@ -109,7 +110,8 @@ class Owner:
         devices = [link.loaded.device for link in links if link.loaded is not None]
         workers = [WorkerLife(link.state == "online", link.restarts, link.last_end) for link in links]
         free_bytes = psutil.disk_usage(str(self._home.folder)).free if self._home else None
-        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers)
+        missing = self._reachability.snapshot().missing if self._reachability else {}
+        return self._health.snapshot(view, self._directory.snapshot(), free_bytes, devices, workers, missing)
 
     def peers(self) -> PeersAnswer:
         """One row for each member that is known, with what it serves."""
@@ -149,6 +151,7 @@ class Owner:
                     took=balance.took,
                     found_right=findings[peer, True],
                     found_wrong=findings[peer, False],
+                    name=record.name,
                 )
             )
         now = self._services.wall_clock()
@@ -225,10 +228,10 @@ class Owner:
             spans = view.serving(model_id)
             all_blocks = Span(0, n_blocks)
             trips = gather_trips(spans, me, half_trips_s)
+            query = RouteQuery(spans, all_blocks, me, trips, now=self._services.wall_clock())
             try:
-                now = self._services.wall_clock()
-                route = best_route(spans, all_blocks, me, trips, now=now)
-                rejected = best_alternative(route, spans, all_blocks, me, trips, now=now)
+                route = best_route(query)
+                rejected = best_alternative(route, query)
                 rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
             except NoRoute as error:
                 rows[name] = ChainRow(cost_ms=None, error=str(error))
@@ -262,6 +265,12 @@ class Owner:
             return answers.PingAnswer(peer=peer_id, round_trip_ms=None, error=str(error))
 
     # --- doing -----------------------------------------------------------------------------------------------
+
+    async def meet(self, addresses: str) -> answers.MeetAnswer:
+        """Take more ways to members (multiaddrs, comma-separated), and try them at once."""
+        given = by_peer(tuple(addresses.split(",")))
+        answered = await self._directory.meet(given)
+        return answers.MeetAnswer(tried=tuple(given), answered=answered)
 
     def pull(self, model: str, blocks: str) -> answers.PullAnswer:
         """Begin to fetch a model, or some of its blocks and what is around them."""

@@ -70,6 +70,7 @@ class WorkerStatus(Status, frozen=True, kw_only=True):
     why: str
     batching: str | None
     kernels: str | None
+    last_end: str = ""  # why the worker before it ended by itself
 
 
 class ServingStatus(Status, frozen=True, kw_only=True):
@@ -126,7 +127,8 @@ class ReachStatus(Status, frozen=True, kw_only=True):
 
     ``relays`` it is reached through; it ``offers`` to relay for others, and is ``relaying`` so many circuits;
     ``mapped``: the host and port that the router forwards to it since it was asked; ``is_behind_another``: no port of
-    that router leads here from outside, because there is another router behind it.
+    that router leads here from outside, because there is another router behind it. ``missing``: addresses that it is to
+    listen on and cannot yet, and why.
     """
 
     state: str
@@ -136,6 +138,7 @@ class ReachStatus(Status, frozen=True, kw_only=True):
     relaying: int
     mapped: str | None = None
     is_behind_another: bool = False
+    missing: dict[str, str] = {}
 
 
 class DownloadRow(Status, frozen=True, kw_only=True):
@@ -185,17 +188,21 @@ class ModelRow(HereStatus, frozen=True, kw_only=True):
 
 
 class DirectoryStatus(Status, frozen=True, kw_only=True):
-    """``is_indexed``: has the index (the DHT) taken and found records; None: not tried yet. ``index`` says more."""
+    """``is_indexed``: has the index (the DHT) taken and found records; None: not tried yet. ``index`` says more.
+
+    ``alone_s``: for so long no other member has been known; None: some are.
+    """
 
     known_peers: int
     last_exchange_s: float | None
     reason: str
     is_indexed: bool | None = None
     index: str = ""
+    alone_s: float | None = None
 
 
 class HealthRow(Status, frozen=True, kw_only=True):
-    """Something that was looked at: kind is clock, identity, version, disk, index or device.
+    """Something that was looked at: kind is one of ``plan.owner.health.Kind``.
 
     ``is_fine`` None: that cannot be said; ``remedy``: what to do.
     """
@@ -232,7 +239,10 @@ class PolicyStatus(Status, frozen=True, kw_only=True):
 
 
 class DaemonStatus(Status, frozen=True, kw_only=True):
-    """``serving``, ``worker``, ``server``, ``training`` and ``balance`` are those of the first of ``hosting``."""
+    """``serving``, ``worker``, ``server``, ``training`` and ``balance`` are those of the first of ``hosting``.
+
+    ``name`` is what others are told that this machine is called.
+    """
 
     swarm: str
     peer: str
@@ -255,6 +265,7 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
     policy: PolicyStatus | None = None
     reach: ReachStatus | None = None
     health: tuple[HealthRow, ...] = ()
+    name: str = ""
 
 
 class ProbeRow(Status, frozen=True, kw_only=True):
@@ -323,6 +334,13 @@ class PullAnswer(Status, frozen=True, kw_only=True):
 
 class RemoveAnswer(Status, frozen=True, kw_only=True):
     freed_bytes: int
+
+
+class MeetAnswer(Status, frozen=True, kw_only=True):
+    """Members whose addresses were given, and who of them answered there."""
+
+    tried: tuple[str, ...]
+    answered: tuple[str, ...]
 
 
 class ReloadAnswer(Status, frozen=True, kw_only=True):

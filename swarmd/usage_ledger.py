@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,7 +21,7 @@ from typing import Any
 
 import trio
 
-from swarmd.errors import IntegrityError
+from swarmd.errors import ConfigError, IntegrityError, SwarmError
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 
@@ -33,6 +33,7 @@ BUSY_TIMEOUT_S = 5.0  # for another process of this home to finish writing
 KEPT_S = 731 * 86_400  # two years of bills: of a busy server some 100 MB
 MOST_NAMED = 3  # peers of a voucher
 DAY_S = 86_400  # what the plot counts by
+PRIMARY_CODE = 0xFF  # of SQLite's result codes, which say more in their other bits
 _SCHEMA = """
 create table if not exists bills (
     giver text, taker text, voucher blob, session blob, start integer, amount integer, n_tokens integer, at integer,
@@ -90,6 +91,41 @@ class _Total:
     givers: list[str] = field(default_factory=list)
 
 
+class _Database:
+    """The file, opened for each use: several processes of one home write to it. With None there is none."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+
+    def write(self, rows: Mapping[str, Sequence[tuple[object, ...]]]) -> None:
+        """Execute statements, each with all of its rows, at once or not at all. Raises as ``query``."""
+        assert self.file is not None
+        try:
+            with closing(self._open(self.file)) as database, database:
+                for statement, values in rows.items():
+                    database.executemany(statement, values)
+        except sqlite3.Error as error:
+            raise explain_failure(self.file, error) from None
+
+    def query(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """Return the rows of a query. Raises IntegrityError for a file that is damaged, else ConfigError."""
+        if self.file is None or not self.file.is_file():
+            return []
+        try:
+            with closing(self._open(self.file)) as database, database:
+                return database.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise explain_failure(self.file, error) from None
+
+    @staticmethod
+    def _open(file: Path) -> sqlite3.Connection:
+        database = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S)
+        database.execute("pragma journal_mode = wal")
+        database.execute("pragma synchronous = normal")
+        database.executescript(_SCHEMA)
+        return database
+
+
 # A bill is written again and again while its session goes on, each time with a larger amount. The file keeps one row
 # for each hop of a session, and an older bill never overwrites a newer one (``_ADD``), in whatever order they come.
 #
@@ -99,7 +135,7 @@ class UsageLedger:
     """The bills of one home; with None as file nothing is kept."""
 
     def __init__(self, file: Path | None) -> None:
-        self._file = file
+        self._database = _Database(file)
         self._waiting: list[tuple[UsageReceipt, SignedUsageReceipt, bytes]] = []
         self._counted: Counter[tuple[int, UsageKind]] = Counter()
         self._served: Counter[tuple[int, bytes]] = Counter()
@@ -107,16 +143,16 @@ class UsageLedger:
     @property
     def are_kept(self) -> bool:
         """Are there books, or is this a process without a home?"""
-        return self._file is not None
+        return self._database.file is not None
 
     def count(self, kind: UsageKind, n: int) -> None:
         """Note that this machine gave, or took, so much of something."""
-        if self._file is not None:
+        if self.are_kept:
             self._counted[int(time.time()) // DAY_S, kind] += n
 
     def serve(self, voucher: bytes, n: int) -> None:
         """Note that so many tokens times blocks were computed here for someone whom ``voucher`` brought in."""
-        if self._file is not None:
+        if self.are_kept:
             self._served[int(time.time()) // DAY_S, voucher] += n
 
     def add_untrusted(self, signed: SignedUsageReceipt, voucher: bytes) -> None:
@@ -125,13 +161,13 @@ class UsageLedger:
 
     def add(self, bill: UsageReceipt, signed: SignedUsageReceipt, voucher: bytes) -> None:
         """Enter one whose signatures were checked."""
-        if self._file is not None:
+        if self.are_kept:
             self._waiting.append((bill, signed, voucher))
 
     async def keep(self) -> None:
         """Write what came now and then, until cancelled, and at the end; first forget what is very old."""
         if self.are_kept:
-            await trio.to_thread.run_sync(self.prune, int(time.time()) - KEPT_S)
+            await trio.to_thread.run_sync(self.forget_old)
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
@@ -142,7 +178,7 @@ class UsageLedger:
 
     def save(self) -> None:
         """Write what waits; a disk that is full costs bills, and nothing else."""
-        if self._file is None or not (self._waiting or self._counted or self._served):
+        if not self.are_kept or not (self._waiting or self._counted or self._served):
             return
         waiting = self._waiting
         self._waiting = []  # this is a thread: what comes in meanwhile is written the next time
@@ -154,46 +190,54 @@ class UsageLedger:
         counted_rows = [(day, str(kind), n) for (day, kind), n in counted.items()]
         served_rows = [(day, voucher, n) for (day, voucher), n in served.items()]
         try:
-            with closing(self._open()) as database, database:
-                database.executemany(_ADD, bill_rows)
-                database.executemany(_COUNT, counted_rows)
-                database.executemany(_SERVE, served_rows)
-        except sqlite3.Error as error:
-            logger.warning("%d bills are not written to %s yet: %s", len(waiting), self._file, error)
+            self._database.write({_ADD: bill_rows, _COUNT: counted_rows, _SERVE: served_rows})
+        except SwarmError as error:
+            logger.warning("%d bills are not written yet: %s", len(waiting), error)
             self._waiting = [*waiting, *self._waiting][-MAX_WAITING:]
             self._counted += counted
             self._served += served
 
+    def forget_old(self) -> None:
+        """Forget what is very old beside the newest that is kept: a clock that is years ahead makes nothing old."""
+        try:
+            newest = self._database.query(
+                "select max(at) from (select at from bills union all select day * ? from served)", DAY_S
+            )
+        except SwarmError as error:
+            logger.warning("old bills stay: %s", error)
+            return
+        if newest and newest[0][0] is not None:
+            self.prune(min(int(time.time()), newest[0][0]) - KEPT_S)
+
     def prune(self, oldest_kept: int) -> None:
         """Forget bills from before a time, in unix seconds."""
         try:
-            self._query("delete from bills where at < ?", oldest_kept)
-            self._query("delete from served where day < ?", oldest_kept // DAY_S)
-        except IntegrityError as error:
+            self._database.query("delete from bills where at < ?", oldest_kept)
+            self._database.query("delete from served where day < ?", oldest_kept // DAY_S)
+        except SwarmError as error:
             logger.warning("old bills stay: %s", error)
 
     def counted(self, since: int = 0) -> dict[UsageKind, int]:
-        """What was counted since the day of a time in unix seconds. Raises IntegrityError for a damaged file."""
-        rows = dict(self._query("select what, sum(n) from counted where day >= ? group by 1", since // DAY_S))
+        """What was counted since the day of a time in unix seconds. Raises as ``_Database.query``."""
+        rows = dict(self._database.query("select what, sum(n) from counted where day >= ? group by 1", since // DAY_S))
         return {kind: rows.get(str(kind), 0) for kind in UsageKind}
 
     def served(self, since: int = 0) -> dict[bytes, int]:
-        """Tokens times blocks that were computed here, by voucher, signed for or not. Raises IntegrityError."""
-        rows = self._query("select voucher, sum(n) from served where day >= ? group by 1", since // DAY_S)
+        """Tokens times blocks that were computed here, by voucher, signed for or not. Raises as ``_Database.query``."""
+        rows = self._database.query("select voucher, sum(n) from served where day >= ? group by 1", since // DAY_S)
         return dict(rows)
 
     def sums(self, me: str, own_voucher: bytes, since: int = 0) -> list[UsageSum]:
         """By voucher, the largest first: what ``me`` computed it gave; other bills here are what its clients took.
 
-        Between guests of one voucher nothing counts, for they may be one machine. Raises IntegrityError for a file that
-        is damaged.
+        Between guests of one voucher nothing counts, for they may be one machine. Raises as ``_Database.query``.
         """
         totals: dict[bytes, _Total] = {}
         query = (
             "select giver, voucher, sum(amount), count(distinct session), max(at) from bills "
             "where at >= ? and voucher != ? group by 1, 2 order by 3 desc"
         )
-        for giver, voucher, amount, n_sessions, last_at in self._query(query, since, own_voucher):
+        for giver, voucher, amount, n_sessions, last_at in self._database.query(query, since, own_voucher):
             total = totals.setdefault(voucher, _Total())
             if giver == me:
                 total.given += amount
@@ -217,7 +261,7 @@ class UsageLedger:
         """What was given and taken each day, by days since 1970."""
         days: dict[int, tuple[int, int]] = {}
         query = f"select giver = ?, at / {DAY_S}, sum(amount) from bills where at >= ? and voucher != ? group by 1, 2"
-        for is_given, day, amount in self._query(query, me, since, own_voucher):
+        for is_given, day, amount in self._database.query(query, me, since, own_voucher):
             amount_given, amount_taken = days.get(day, (0, 0))
             if is_given:
                 amount_given += amount
@@ -229,7 +273,7 @@ class UsageLedger:
     def check(self) -> int:
         """Verify every signature again; returns how many bills there are. Raises IntegrityError."""
         n_bills = 0
-        rows = self._query("select giver, taker, amount, body, given, taken from bills")
+        rows = self._database.query("select giver, taker, amount, body, given, taken from bills")
         for giver, taker, amount, body, giver_signature, taker_signature in rows:
             bill = bills.read_untrusted(SignedUsageReceipt(body, giver_signature, taker_signature))
             if (bill.giver, bill.taker, bill.amount) != (giver, taker, amount):
@@ -237,22 +281,23 @@ class UsageLedger:
             n_bills += 1
         return n_bills
 
-    def _query(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        if self._file is None or not self._file.is_file():
-            return []
-        try:
-            with closing(self._open()) as database, database:
-                return database.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise IntegrityError(f"{self._file} cannot be read: {error}; move it away to begin anew") from None
 
-    def _open(self) -> sqlite3.Connection:
-        assert self._file is not None
-        database = sqlite3.connect(self._file, timeout=BUSY_TIMEOUT_S)
-        database.execute("pragma journal_mode = wal")
-        database.execute("pragma synchronous = normal")
-        database.executescript(_SCHEMA)
-        return database
+# A reader opens the file as writers do, and SQLite writes beside it (its -wal and -shm) before anything is read. So a
+# full disk or a missing permission keeps books from being read, which are as they should be: only for a damaged file
+# the advice is to give it up.
+def explain_failure(file: Path, error: sqlite3.Error) -> SwarmError:
+    """Say what keeps SQLite from a file, and what helps."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    if code & PRIMARY_CODE == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE:
+        return ConfigError(f"{file} cannot be used: its disk is full, or its user's quota is: make room")
+    if code & PRIMARY_CODE in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        remedy = "it and its folder have to be its user's, and their disk mounted for writing"
+        return ConfigError(f"{file} cannot be opened ({error}): {remedy}")
+    if code & PRIMARY_CODE in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return ConfigError(f"{file} is in use by another process: try again in a moment")
+    if code & PRIMARY_CODE == sqlite3.SQLITE_IOERR:
+        return ConfigError(f"{file} cannot be used: its disk fails, or is full ({error})")
+    return IntegrityError(f"{file} cannot be read: {error}; move it away to begin anew")
 
 
 def _row(bill: UsageReceipt, signed: SignedUsageReceipt, voucher: bytes) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Generic, NewType, TypeVar
 
 ActionT = TypeVar("ActionT")
@@ -57,6 +58,22 @@ class Decision(Generic[ActionT]):
 def count(n: int, noun: str) -> str:
     """Write a number of things for people: 1 anchor, 2 anchors."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def format_span(seconds: float) -> str:
+    """Write how long something lasts for people: 400 days, 2 hours, 45 s."""
+    for unit, size_s in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= 2 * size_s:
+            return count(round(seconds / size_s), unit)
+    return f"{seconds:.0f} s"
+
+
+def format_moment(unix_s: float) -> str:
+    """Write a time of the calendar for people in any place: 2026-11-27 22:00 UTC."""
+    try:
+        return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M} UTC"
+    except (ValueError, OverflowError, OSError):
+        return f"{unix_s:.0f} s after 1970"
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""For all tests: virtual time with one order of events (shared facts, trio-simulation); no error is only logged."""
+"""For all tests: virtual time with one order of events; no error is only logged."""
 
 from __future__ import annotations
 

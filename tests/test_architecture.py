@@ -18,13 +18,18 @@ PACKAGES = (ROOT / "swarmd", ROOT / "cli" / "swarmd_cli")
 
 LAYERS = {
     "swarmd.values": 0,
+    "swarmd.clocks": 0,
     "swarmd.errors": 0,
+    "swarmd.cgroups": 0,
     "swarmd.config": 0,
     "swarmd.folders": 0,
     "swarmd.hours": 0,
     "swarmd.importing": 0,
+    "swarmd.logs": 0,
     "swarmd.text_files": 0,
     "swarmd.names": 0,
+    "swarmd.printable": 0,
+    "swarmd.resources": 0,
     "swarmd.status": 0,
     "swarmd.run_status": 0,
     "swarmd.member_status": 0,
@@ -55,6 +60,7 @@ FORBIDDEN = [
     ("swarmd.plan", "torch", "decisions are made in the daemon, which has no torch"),
     ("swarmd.plan", "libp2p", "decisions do not know the network"),
     ("swarmd.plan", "time", "decisions read no clock"),
+    ("swarmd.plan", "swarmd.clocks", "decisions read no clock"),
     ("swarmd.plan", "random", "decisions draw no random numbers of their own"),
     ("swarmd.compute", "trio", "the worker has no event loop"),
     ("swarmd.compute", "libp2p", "the worker has no network"),
@@ -84,6 +90,11 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def modules(at_run_time: bool = False) -> dict[str, set[str]]:
     """Every module of the project with what it imports, imports for type-checking included unless told otherwise."""
     imports = {}
@@ -92,10 +103,8 @@ def modules(at_run_time: bool = False) -> dict[str, set[str]]:
             parts = path.relative_to(package.parent).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             imported: set[str] = set()
-            tree = ast.parse(path.read_text())
-            if at_run_time:
-                tree.body = [node for node in tree.body if not is_for_types(node)]
-            for node in ast.walk(tree):
+            body = [node for node in parsed(path).body if not (at_run_time and is_for_types(node))]
+            for node in itertools.chain.from_iterable(map(ast.walk, body)):
                 if isinstance(node, ast.Import):
                     imported |= {alias.name for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
@@ -196,7 +205,7 @@ def unexplained(path: Path) -> list[str]:
     """Numbers of a module that have a name and no reason: neither a comment on their line nor a docstring below."""
     source = path.read_text()
     lines = source.splitlines()
-    body = ast.parse(source).body
+    body = parsed(path).body
     names = []
     for node, below in itertools.zip_longest(body, body[1:]):
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -222,6 +231,7 @@ BEGIN = "<!-- made by python -m tests.test_architecture -->"
 END = "<!-- end -->"
 
 
+@functools.cache
 def lengths() -> tuple[dict[str, int], dict[str, int]]:
     """Lines of every file, and of every function of it."""
     files = {}
@@ -231,7 +241,7 @@ def lengths() -> tuple[dict[str, int], dict[str, int]]:
             name = str(path.relative_to(ROOT))
             text = path.read_text()
             files[name] = len(text.splitlines())
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     functions[f"{name}:{node.name}"] = (node.end_lineno or 0) - node.lineno + 1
     return files, functions

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import io
 import json
 import re
+import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +68,41 @@ def test_what_is_documented_exists() -> None:
     assert set(re.findall(r"\d+", line)) == {str(k.exit_code) for k in kinds} | {"0", str(INTERRUPTED)}
 
 
-def test_paths_that_documents_name_exist() -> None:
-    for document in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
-        for path in re.findall(r"\b(?:docs|tests|benchmarks|examples)/[\w/.-]+\.(?:md|py)", document.read_text()):
-            assert (ROOT / path).exists(), f"{document.name} names {path}"
+PATH = re.compile(r"(?<![\w/.:<>{}*-])((?:\.\./)*[\w-]+(?:/[\w.-]+)+\.(?:py|md|sh|json|toml|yaml|html|js))\b")
+PLACES = (ROOT, ROOT / "swarmd", ROOT / "cli" / "swarmd_cli")  # that a path may begin in
+RECORDS = ROOT / "docs" / "decisions"  # name what there was when they were taken
+TREES = ("swarmd", "cli", "tests", "tools", "benchmarks", "examples", "docs", "findings")
+
+
+def prose_of(path: Path) -> str:
+    """What a file says to its readers: a page's text, a module's comments and docstrings."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return text
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(text)
+    parts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    parts += [str(value.value) for value in statements if isinstance(value, ast.Constant)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join([*parts, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+def test_paths_that_pages_docstrings_and_comments_name_exist() -> None:
+    paths = [path for tree in TREES for path in (ROOT / tree).rglob("*") if path.suffix in (".py", ".md")]
+    named = {}
+    for path in (*ROOT.glob("*.md"), *paths):
+        if RECORDS not in path.parents:
+            named[path] = set(PATH.findall(prose_of(path)))
+    assert sum(map(len, named.values())) > 300, "they are found"
+    missing = [
+        f"{path.relative_to(ROOT)} names {name}"
+        for path, names in named.items()
+        for name in sorted(names)
+        if name.startswith("..") or not any((place / name).exists() for place in (*PLACES, path.parent))
+    ]
+    assert not missing
+    assert not [path for path in named if path != Path(__file__) and "shared facts" in prose_of(path)]
 
 
 def test_readme_begins_with_the_two_commands() -> None:
@@ -89,6 +123,24 @@ def test_the_page_of_figures_is_that_of_the_measurements() -> None:
     assert performance.PAGE.read_text() == performance.page(json.loads(performance.DATA.read_text())), (
         "python -m tools.performance writes it anew"
     )
+
+
+def test_figures_are_read_from_what_a_command_prints() -> None:
+    row = {"pattern": r"a: ([\d.]+)[\s\S]*b: ([\d.]+)", "form": "{} s, at most {}"}
+    assert performance.read_value(row, "a: 1.5 s\nb: 2.0 s") == "1.5 s, at most 2.0"
+    assert performance.read_value({"pattern": row["pattern"]}, "a: 1.5\nb: 2.0") == "1.5, 2.0"
+    assert performance.read_value(row, "a: 1.5") is None
+
+
+def test_each_row_of_figures_has_a_pattern_for_its_form_or_says_that_it_is_by_hand() -> None:
+    parts = json.loads(performance.DATA.read_text())["sections"]
+    rows = [row for part in parts if "columns" not in part for row in part["rows"]]
+    for row in rows:
+        if "pattern" in row:
+            n_figures = re.compile(row["pattern"]).groups
+            assert row.get("form", "{}" * n_figures).count("{}") == n_figures >= 1, row["what"]
+        else:
+            assert f"`{row['command']}`, by hand |" in performance.PAGE.read_text(), row["what"]
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)

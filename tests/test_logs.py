@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from swarmd.logs import BURST, MAX_CAUSES, WINDOW_S, Limit, formatter, goes_to_journal
 
 
@@ -53,7 +55,7 @@ def test_json_is_one_object_a_line() -> None:
 
 def test_every_line_for_the_journal_has_its_level() -> None:
     shown = formatter("auto", is_journal=True)
-    assert shown.format(record("first\nsecond")) == "<4>first\n<4>second"
+    assert shown.format(record("first\nsecond")) == "<4>first\n<4>  second"
     assert shown.format(record("so", level=logging.DEBUG)) == "<7>so"
     assert not formatter("text", is_journal=True).format(record("so")).startswith("<")
 
@@ -65,3 +67,22 @@ def test_the_journal_is_known_by_its_stream(tmp_path: Path) -> None:
         assert not goes_to_journal(file.fileno(), {"JOURNAL_STREAM": "1:2"})
         assert not goes_to_journal(file.fileno(), {})
     assert not goes_to_journal(10_000, {})
+
+
+HOSTILE = "99\x1b[2J\u202e\n2026-11-27 INFO    admitted by a founder"  # as the version of a member
+LAYOUTS = [("text", False), ("auto", True), ("json", False)]
+
+
+@pytest.mark.parametrize(("kind", "is_journal"), LAYOUTS)
+def test_what_a_peer_wrote_neither_acts_on_a_terminal_nor_looks_like_a_line(kind: str, is_journal: bool) -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        failed = record("%s runs", HOSTILE)
+        failed.exc_info = sys.exc_info()
+    text = formatter(kind, is_journal).format(failed)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "99?[2J?" in text
+    further_lines = text.splitlines()[1:]
+    assert all(line.removeprefix("<4>").startswith("  ") for line in further_lines)

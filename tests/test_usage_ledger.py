@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from swarmd.errors import IntegrityError
+from swarmd.errors import ConfigError, IntegrityError, SwarmError
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.membership.identity import Identity
-from swarmd.usage_ledger import DAY_S, UsageKind, UsageLedger
+from swarmd.usage_ledger import DAY_S, KEPT_S, UsageKind, UsageLedger, explain_failure
 
 ME, ANNE, BERT = (Identity(bytes([n]) * 32) for n in (1, 2, 3))
 OWN = b"own voucher"
@@ -85,6 +87,16 @@ def test_bills_of_long_ago_are_forgotten(books: UsageLedger) -> None:
     add(books, (signed(ME, ANNE, 10), ANNES), (signed(ME, ANNE, 5, session=1, signed_at=9 * DAY_S), ANNES))
     books.prune(9 * DAY_S)
     assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(20, 1)]
+
+
+def test_a_clock_that_is_years_ahead_forgets_no_bills(books: UsageLedger) -> None:
+    """Bills of 1970, by the clock of now, were forgotten at the start."""
+    add(books, (signed(ME, ANNE, 10), ANNES), (signed(ME, ANNE, 5, session=1, signed_at=9 * DAY_S), ANNES))
+    books.forget_old()
+    assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(60, 2)]
+    add(books, (signed(ME, ANNE, 7, session=2, signed_at=9 * DAY_S + KEPT_S), ANNES))
+    books.forget_old()
+    assert [(s.gave, s.n_sessions) for s in books.sums(ME.peer_id, OWN)] == [(48, 2)]
 
 
 def test_what_was_computed_is_counted_by_voucher_and_forgotten_with_the_bills(books: UsageLedger) -> None:
@@ -166,3 +178,61 @@ def test_damaged_books_say_what_to_do(tmp_path: Path) -> None:
         books.sums(ME.peer_id, OWN)
     books.add_untrusted(signed(ME, ANNE, 1), ANNES)
     books.save()
+
+
+def fill(database: sqlite3.Connection) -> None:
+    database.execute("pragma max_page_count = 2")
+    for n in range(100):
+        database.execute(f"create table more{n} (x)")
+
+
+def write_beside_another(database: sqlite3.Connection) -> None:
+    file = database.execute("pragma database_list").fetchone()[2]
+    with closing(sqlite3.connect(file, timeout=0)) as other:
+        database.execute("begin exclusive")
+        other.execute("create table more (x)")
+
+
+def write_where_it_is_forbidden(database: sqlite3.Connection) -> None:
+    database.execute("pragma query_only = on")
+    database.execute("create table more (x)")
+
+
+def open_a_folder(database: sqlite3.Connection) -> None:
+    sqlite3.connect(Path(__file__).parent).execute("select 1 from bills")
+
+
+def read_what_is_no_database(database: sqlite3.Connection) -> None:
+    sqlite3.connect(__file__).execute("select 1 from bills")
+
+
+def fail_to_share_memory(database: sqlite3.Connection) -> None:
+    """As on a tmpfs that was full when SQLite made its -shm file."""
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("go_wrong", "kind", "says"),
+    [
+        (fill, ConfigError, "its disk is full"),
+        (fail_to_share_memory, ConfigError, "its disk is full"),
+        (write_beside_another, ConfigError, "in use by another process: try again"),
+        (write_where_it_is_forbidden, ConfigError, "mounted for writing"),
+        (open_a_folder, ConfigError, "have to be its user's"),
+        (read_what_is_no_database, IntegrityError, "move it away to begin anew"),
+    ],
+)
+def test_only_damaged_books_are_to_be_given_up(
+    tmp_path: Path, go_wrong: Callable[[sqlite3.Connection], None], kind: type[SwarmError], says: str
+) -> None:
+    file = tmp_path / "some.db"
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("create table bills (x)")
+        with pytest.raises(sqlite3.Error) as caught:
+            go_wrong(database)
+    told = explain_failure(file, caught.value)
+    assert type(told) is kind
+    assert says in str(told)
+    assert str(file) in str(told)

@@ -13,6 +13,7 @@ import ast
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from swarmd.plan.trust.blame import CONSEQUENCES
@@ -32,6 +33,7 @@ class Entry:
     meaning: str
 
 
+@cache
 def entries() -> list[Entry]:
     """All public classes of the program, by module and then in their order."""
     found = []

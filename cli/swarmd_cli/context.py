@@ -1,4 +1,4 @@
-"""What every verb shares: the chosen home, the control API's client, and how values are printed."""
+"""What every verb shares: the chosen home, the control API's client, and how values are written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import msgspec
 from swarmd.folders import SOCKET, default_folder, resolve_folder
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from swarmd.home.founder import Founder
     from swarmd.home.membership import MembershipFiles
     from swarmd.home.models import ModelFolders
@@ -139,6 +137,11 @@ def find_peers() -> PeersAnswer:
     return ask(PeersAnswer, "peers") if is_running() else PeersAnswer(peers=())
 
 
+def find_names() -> dict[str, str]:
+    """Ask the daemon what members are called, by peer id; nobody has a name where it does not run."""
+    return {peer.peer: peer.name for peer in find_peers().peers}
+
+
 def reload_daemon() -> None:
     """Have the daemon, if it runs, take over what was changed here: catalog, models, rules."""
     if is_running():
@@ -159,38 +162,6 @@ def print_json(value: JsonObject) -> None:
     """Print a value for programs, with the schema's version."""
     json.dump({"schema": 1, **value}, sys.stdout, indent=2)
     sys.stdout.write("\n")
-
-
-def print_table(
-    title: str,
-    columns: list[str],
-    rows: list[list[str]],
-) -> None:
-    """Print a table for people; says so when there is nothing in it."""
-    from rich.console import Console
-
-    console = Console()
-    if not rows:
-        console.print(f"{title}: none", highlight=False)
-        return
-    console.print(make_table(columns, rows, title))
-
-
-def make_table(
-    columns: list[str],
-    rows: list[list[str]],
-    title: str | None = None,
-) -> Table:
-    """Make a table that looks like all of them."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    drawing = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    for column in columns:
-        drawing.add_column(column, overflow="fold")
-    for row in rows:
-        drawing.add_row(*row)
-    return drawing
 
 
 def format_size(n_bytes: float | None) -> str:

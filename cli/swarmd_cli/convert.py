@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from swarmd_cli.context import home
+from swarmd_cli.terminal import drawing_by_library
 
 FOLDER = "converted"  # under the home; a folder for each file and dtype
 READER = 2  # what an older one made of a file may be another model
@@ -40,11 +41,14 @@ def convert_gguf(path: Path, dtype: str) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True, mode=0o700)
 
+    guarded = sys.stderr
+
     def report(line: str) -> None:
-        print(f"{path.name}: {line}", file=sys.stderr)
+        print(f"{path.name}: {line}", file=guarded)
 
     try:
-        conversion = gguf.convert(path, unfinished, dtype, report)
+        with drawing_by_library():
+            conversion = gguf.convert(path, unfinished, dtype, report)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from swarmd.printable import clean_line
+
 # Nine heights of one letter: a row of a terminal shows eight levels, and none.
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
@@ -57,7 +59,8 @@ def save_png(losses: Sequence[float], path: Path, title: str) -> None:
         last_losses = losses[max(0, end - window) : end]
         means.append(sum(last_losses) / len(last_losses))
     axes.plot(steps, means, color="#1f4e79", linewidth=1.8, label=f"mean of {window}")
-    axes.set(xlabel="step", ylabel="loss", title=title)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.set_title(clean_line(title), parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)

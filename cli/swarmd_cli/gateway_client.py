@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from swarmd_cli.context import JsonObject, home
+from swarmd_cli.terminal import rewrite_line
 
 if TYPE_CHECKING:
     import httpx
@@ -163,13 +164,14 @@ def open_gateway() -> Iterator[GatewayClient]:
             start_new_session=True,
             env={**os.environ, SUPERVISED: "1"},
         )
-    clear = "\r\033[K" if sys.stderr.isatty() else ""
-    if clear:
-        print("waking up ...", end="", file=sys.stderr, flush=True)
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
+        rewrite_line("waking up ...")
     try:
         assert child.stdout is not None
         line = child.stdout.readline().decode()
-        print(clear, end="", file=sys.stderr, flush=True)
+        if is_terminal:
+            rewrite_line("")
         if " is at " not in line:
             log_lines = log.read_text(encoding="utf-8").strip().splitlines() or [
                 "the gateway ended, and did not say why"

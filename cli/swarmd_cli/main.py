@@ -14,6 +14,7 @@ import typer
 
 from swarmd_cli.context import INTERRUPTED, set_home
 from swarmd_cli.streams import discard_output, find_lost_output, prepare_streams
+from swarmd_cli.terminal import guard_streams
 from swarmd_cli.verbs import (
     bugreport,
     chat,
@@ -100,6 +101,7 @@ def run() -> None:
     from swarmd.errors import SwarmError, all_errors
 
     prepare_streams()
+    guard_streams()
     try:
         try:
             app(standalone_mode=True)

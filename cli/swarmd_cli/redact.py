@@ -17,6 +17,7 @@ SHORTEST = 16  # letters of what is looked for as a secret: less is too often so
 INVITE_OR_KEY = re.compile(r"swarmd1-[a-z2-7]+|sk-[A-Za-z0-9_-]{8,}|hf_[A-Za-z0-9]{8,}")
 LONG_HEX = re.compile(r"\b[0-9a-f]{64,}\b")
 NAMED_SECRET = re.compile(r"(?im)^(\s*\S*(?:token|secret|password|passwd|api_key|psk)\S*\s*[=:]\s*)(?!\[secret\])\S.*$")
+OWN_NAME = re.compile(r"(?m)^(\s*name\s*=\s*)\S.*$")  # in config.toml: what this machine is called
 ADDRESS = re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7})(?![\w:])")
 
 
@@ -75,6 +76,7 @@ def make_redactor(
             text = text.replace(secret, "[secret]")
         text = INVITE_OR_KEY.sub("[secret]", LONG_HEX.sub("[hex]", text))
         text = NAMED_SECRET.sub(r"\1[secret]", text)
+        text = OWN_NAME.sub(r"\1[machine]", text)
         for name, replacement in ordered_names:
             text = re.sub(rf"(?<![\w]){re.escape(name)}(?![\w])", replacement, text)
         return ADDRESS.sub(mask, text)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from glob import escape
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from swarmd.errors import ConfigError
+from swarmd.protocol.models.adapter import WEIGHTS_FILE, is_adapter
+from swarmd.protocol.models.manifest import INDEX_FILE, SINGLE_FILE, shard_names
 from swarmd.values import some_of
 from swarmd_cli.convert import convert_gguf, is_gguf
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+"""What is fetched first; weights are those that these name."""
 MOST_NAMES = 10_000  # that are looked at in a folder: a home folder has more, and a checkpoint never
 PICKLED = re.compile(r"(^|/)(pytorch_model|adapter_model|model|consolidated)[^/]*\.bin$|\.(pt|pth|ckpt)$")
 """Names of weights as torch saves them; other programs' files end in .bin, too."""
@@ -38,20 +42,32 @@ def find_folder(source: str, dtype: str) -> Path:
         return _find_checkpoint(folder)
     if not HUB_ID.fullmatch(source):
         raise ConfigError(f"there is no file or folder {folder}")
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     from swarmd.weights.hub import open_client
 
     open_client().close()  # what is wrong with proxies and certificates is said before the library stumbles over it
     try:
-        folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES)))
+        folder = _download(source)
         if not _is_checkpoint(folder):
             refuse_known_formats(f"{source} on the hub", _files_on_hub(source), f"hf download {source} ")
         return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"there is no folder {source}, and the hub does not give {source}: {reason}") from None
+
+
+def _download(source: str) -> Path:
+    """Fetch a repository of the hub into its cache: settings, then the weights that belong to them. Returns its folder.
+
+    Repositories hold the same weights twice (``original/``, ``consolidated.safetensors``): those are left where they
+    are. Raises ConfigError for an index that is none, and what the hub's library raises.
+    """
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]))
+    names = [WEIGHTS_FILE] if is_adapter(folder) else shard_names(folder)
+    return Path(snapshot_download(source, revision=folder.name, allow_patterns=[escape(name) for name in names]))
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -120,8 +136,7 @@ def _find_checkpoint(folder: Path) -> Path:
 def _is_checkpoint(folder: Path) -> bool:
     """Is it a checkpoint or an adapter by the names of its files? Whether it is a sound one shows when it is read."""
     # The very names that transformers and PEFT look for.
-    weights = ("model.safetensors", "model.safetensors.index.json")
-    return any((folder / name).is_file() for name in (*weights, "adapter_config.json"))
+    return is_adapter(folder) or any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def _find_snapshot(folder: Path) -> Path:

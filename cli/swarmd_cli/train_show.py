@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmd.names import label_ids, label_member
 from swarmd.values import count
-from swarmd_cli.context import format_duration, format_number, format_rate, format_size, print_table
+from swarmd_cli.context import format_duration, format_number, format_rate, format_size
+from swarmd_cli.terminal import print_table
 
 if TYPE_CHECKING:
     from swarmd.run_status import PlanAnswer, PlanSettingRow, RoundRow, RunRow
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
 
-def show_plan(plan: PlanAnswer) -> None:
+def show_plan(plan: PlanAnswer, names: Mapping[str, str]) -> None:
     """Print the next round, and what each synchronisation, codec and topology would come to."""
     rows = []
     for member in plan.members:
@@ -24,7 +26,7 @@ def show_plan(plan: PlanAnswer) -> None:
         share = f"{100 * member.reduces:.0f} %"
         up = format_rate(member.up_bytes_per_s)
         down = format_rate(member.down_bytes_per_s)
-        rows.append([member.peer[-8:], computes, share, up, down])
+        rows.append([label_member(member.peer, names), computes, share, up, down])
     print_table(f"The next round of {plan.run[:12]}", ["peer", "computes", "reduces", "up", "down"], rows)
     print(f"{format_size(plan.bytes)} to average in about {plan.expected_s:.2f} s ({plan.why})")
     print(f"with equal parts it would be {plan.equal_parts_s:.2f} s")
@@ -65,11 +67,11 @@ def _choose_settings(plan: PlanAnswer) -> list[PlanSettingRow]:
     return [row for row in rows if row.setting in shown_names or row in best.values()] + topologies
 
 
-def show_run(row: RunRow) -> None:
+def show_run(row: RunRow, names: Mapping[str, str]) -> None:
     """Print how a run goes, here and elsewhere."""
     from swarmd_cli.curve import terminal_curve
 
-    print(f"{row.name} ({row.run[:12]}): {row.state}; {row.role} here: {row.why}")
+    print(f"{row.name} ({row.run[:12]}): {row.state}; {row.role} here: {label_ids(row.why, names)}")
     if row.failure:
         print(f"  the last failure: {row.failure}")
     print(f"  update {row.update} of {row.updates}, {count(row.samples, 'sample')} counted")
@@ -80,7 +82,7 @@ def show_run(row: RunRow) -> None:
         remaining = "unknown" if row.left_s is None else format_duration(row.left_s)
         print(f"  next round: {row.gathered} of {row.target} samples, {remaining} to go")
     if row.last_round is not None:
-        _print_last_round(row.last_round)
+        _print_last_round(row.last_round, names)
     print(
         f"  here: {format_number(row.samples_per_s)} samples/s, {row.samples_counted} counted, "
         f"{row.samples_wasted} not counted, {row.catch_ups} times caught up"
@@ -91,24 +93,24 @@ def show_run(row: RunRow) -> None:
         _print_prediction(row.measured_samples_per_s, row.predicted_samples_per_s)
     rows = []
     for peer in row.peers:
-        name = peer.peer[-8:]
+        label = label_member(peer.peer, names)
         speed = format_number(peer.samples_per_s)
-        rows.append([name, peer.role, str(peer.update), speed, peer.status])
+        rows.append([label, peer.role, str(peer.update), speed, label_ids(peer.status, names)])
     print_table("Others", ["peer", "role", "update", "samples/s", "doing"], rows)
     audits = row.audits
     if not audits.why_not:
         verdict = f"{audits.wrong} of them wrong" if audits.wrong else "all of them right"
         print(f"  computed again here: {count(audits.checked, 'contribution')} of others, {verdict}")
     if audits.trouble:
-        print(f"  {audits.trouble}")
+        print(f"  {label_ids(audits.trouble, names)}")
     if row.shunned:
-        print(f"  done without, for faulty numbers: {', '.join(peer[-8:] for peer in row.shunned)}")
+        print(f"  done without, for faulty numbers: {', '.join(label_member(peer, names) for peer in row.shunned)}")
     if len(row.losses) > 1:
         print("\n".join(terminal_curve(row.losses)))
 
 
-def _print_last_round(last_round: RoundRow) -> None:
-    left_out = ", ".join(last_round.left_out)
+def _print_last_round(last_round: RoundRow, names: Mapping[str, str]) -> None:
+    left_out = label_ids(", ".join(last_round.left_out), names)
     print(
         f"  last round led here: {count(last_round.n_members, 'member')}, "
         f"gathered in {last_round.gather_s:.2f} s, "

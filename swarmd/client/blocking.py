@@ -70,7 +70,7 @@ class BlockingSession:
     @property
     def chain(self) -> tuple[str, ...]:
         """The hops in order, as people read them."""
-        return self.chain_session.chain
+        return self.chain_session.hop_names
 
     def step(self, step: StepInput) -> torch.Tensor | None:
         """See ChainSession.step. Blocks the calling thread."""

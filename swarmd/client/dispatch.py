@@ -39,7 +39,7 @@ class MessageDispatch:
         return Hello(certificate=self._certificate, agent="swarmd client")
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        self._exchange.roster.admit(peer, hello)
+        self._exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Give a message to the session, lane or run that it is for; False for one that nothing here takes."""

@@ -25,6 +25,7 @@ from swarmd.client.sessions.audit import Auditor
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.sessions.verify import VerifyingChain
 from swarmd.client.tuning.pipeline import Pipeline
+from swarmd.clocks import steady_clock
 from swarmd.errors import (
     ConfigError,
     NoRoute,
@@ -100,7 +101,7 @@ class AsyncSwarm:
         self.wall_clock = wall_clock
         self.exchange = Exchange(membership.keys, wall_clock)
         self.dispatch = MessageDispatch(self.exchange, membership.certificate)
-        self.rpc = Rpc(network, self.dispatch, Standing(wall_clock), self.exchange.roster.principal)
+        self.rpc = Rpc(network, self.dispatch, Standing(steady_clock(wall_clock)), self.exchange.roster.principal)
         self.budget = Budget()
         library = Library(membership.weights, membership.folders)
         self.supply = Supply(library, self.rpc, self.view, Pace(lambda: None))
@@ -154,13 +155,16 @@ class AsyncSwarm:
         if is_audited and self.audits:
             auditor = Auditor(self, self, session)
             session.auditor = auditor
-            session.hops.on_lost = auditor.on_lost
+            session.chain.on_lost = auditor.on_lost
         if terms.verify == 1:
             open_second = partial(self.open_session, is_audited=False)
             session.second = VerifyingChain(session, open_second, self.start_soon)
         self.dispatch.listeners[session.key] = session
         try:
-            await session.open()
+            try:
+                await session.open()
+            except NoRoute as error:
+                raise self._with_clock(error) from None
         except BaseException:
             session.auditor = None  # there is nothing to check
             with trio.CancelScope(shield=True):
@@ -179,7 +183,7 @@ class AsyncSwarm:
                 await session.auditor.last_look()
         finally:
             with trio.CancelScope(shield=True):
-                for (peer, _), (bill, signed) in session.hops.accounts.bills.items():
+                for (peer, _), (bill, signed) in session.chain.accounts.bills.items():
                     self.books.add(bill, signed, self.voucher_of(peer))
                 second = await session.second.stop() if session.second is not None else None
                 if second is not None:
@@ -196,7 +200,8 @@ class AsyncSwarm:
             manifest = await self.supply.manifest(ModelId(name))
             return ModelId(name), manifest.n_blocks
         names = ", ".join(sorted(self.view().catalog.models)) or "none yet"
-        raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}")
+        clock = self._clock_clause()
+        raise ConfigError(f"the swarm's catalog has no model {name!r}; it has: {names}{clock}")
 
     def adapter(self, name: str, model: ModelId) -> str:
         """The hash of an adapter by its name in the catalog, or by hash; "" is none. Raises ConfigError."""
@@ -239,9 +244,9 @@ class AsyncSwarm:
         while True:
             try:
                 return self.view().served_dtype(model, n_blocks, dtype)
-            except NoRoute:
+            except NoRoute as error:
                 if trio.current_time() >= deadline:
-                    raise
+                    raise self._with_clock(error) from None
             await trio.sleep(0.3)
             await self.refresh()
 
@@ -258,11 +263,20 @@ class AsyncSwarm:
             try:
                 await self.exchange.pull(self.rpc, peer)
                 return
-            except Refused:
-                raise
+            except Refused as error:
+                raise Refused(error.code, f"{error}{self._clock_clause()}", error.retry_after_s) from None
             except PeerError as error:
                 failures.append(str(error))
         raise SwarmUnavailable(f"no member of the swarm answers: {'; '.join(failures) or 'no address is known'}")
+
+    def _clock_clause(self) -> str:
+        """The end of a sentence about a failure that this machine's clock may be the reason of; else ""."""
+        wrong_clock = self.exchange.describe_wrong_clock()
+        return f"; {wrong_clock}" if wrong_clock else ""
+
+    def _with_clock(self, error: NoRoute) -> NoRoute:
+        clause = self._clock_clause()
+        return NoRoute(f"{error}{clause}", error.missing) if clause else error
 
     def take_part(self, run: str, guest: RunGuest | None) -> None:
         """Give ``guest`` the messages about a training run; None: no longer."""

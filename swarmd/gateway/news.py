@@ -16,8 +16,10 @@ import trio
 
 from swarmd.errors import SwarmError
 from swarmd.folders import SOCKET
+from swarmd.names import label_member
 from swarmd.net.local import ask_daemon
 from swarmd.plan.chains.view import SwarmView
+from swarmd.printable import clean_strings
 from swarmd.values import ModelId, PeerId
 
 LOOK_INTERVAL_S = 2.0  # a person sees a change within so long
@@ -57,10 +59,11 @@ def describe_swarm(
             "tokens_per_s": span.decode_tokens_per_s,
         }
         spans.setdefault(span.peer, []).append(row)
+    names: dict[str, str] = {peer: record.name for peer, record in view.peers.items()}
     peers: list[dict[str, Any]] = [
         {
             "peer": peer,
-            "short": peer[-8:],
+            "label": label_member(peer, names),
             "is_here": peer == own_peer,
             "device": record.device or "unknown",
             "memory_gib": _scale(record.memory_bytes, 2**-30),
@@ -145,7 +148,7 @@ async def send_changes(
     while True:
         topics = {"swarm": swarm(), "machine": machine.status, "training": machine.training}
         for name, value in topics.items():
-            raw = msgspec.json.encode(value)
+            raw = msgspec.json.encode(clean_strings(value))
             if sent.get(name) != raw:
                 sent[name] = raw
                 await say(name, raw)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError, NotJoined
+from swarmd.folders import read_file, remove_file
 from swarmd.home.paths import Home
 from swarmd.protocol.membership.catalog import (
     MAX_AHEAD_S,
@@ -54,14 +55,14 @@ class MembershipFiles:
         if catalog is not None:
             self.save_catalog(catalog)
         else:
-            (self.home.folder / "catalog.bin").unlink(missing_ok=True)  # of a swarm that was left halfway
+            remove_file(self.home.folder / "catalog.bin")  # of a swarm that was left halfway
         certificate = invite.admit(identity.public_key, "member", expires_at)
         self.write_swarm(SwarmFile(invite.swarm, certificate, invite.addresses))
 
     def leave(self) -> None:
         """Forget the swarm; settings and models stay."""
         for name in OF_A_SWARM.split():
-            (self.home.folder / name).unlink(missing_ok=True)
+            remove_file(self.home.folder / name)
 
     def write_key(self, identity: Identity) -> None:
         """Keep this machine's own key."""
@@ -109,9 +110,8 @@ class MembershipFiles:
     # --- the catalog -----------------------------------------------------------------------------------------
 
     def catalog_raw(self) -> bytes | None:
-        """Read the catalog as it was signed; None before the first came."""
-        path = self.home.folder / "catalog.bin"
-        return path.read_bytes() if path.is_file() else None
+        """Read the catalog as it was signed; None before the first came. Raises ConfigError."""
+        return read_file(self.home.folder / "catalog.bin")
 
     def catalog(self) -> Catalog:
         """Read and verify the catalog; an empty one before the first came. Raises IntegrityError."""

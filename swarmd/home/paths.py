@@ -20,6 +20,7 @@ from swarmd.folders import (
     is_answered,
     is_open_to_others,
     open_own,
+    require_writable,
     write_file,
 )
 
@@ -105,8 +106,9 @@ class Home:
 
     @contextlib.contextmanager
     def lock_for_daemon(self) -> Iterator[None]:
-        """Hold this folder for one daemon. Raises ConfigError when another holds it."""
+        """Hold this folder for one daemon. Raises ConfigError when another holds it, or nothing can be written."""
         self._make_folder()
+        require_writable(self.folder)
         path = self.folder / "lock"
         is_foreign = is_open_to_others(path) and not is_answered(self.socket)  # another user may hold it
         with open_own(path, anew=is_foreign) as file:

@@ -6,7 +6,7 @@ behaviour. Streams carry bytes with backpressure; frames and requests are ``net.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -109,6 +109,9 @@ class NatTraversal(Protocol):
 
     def listening_port(self) -> int | None:
         """The TCP port that others find this peer at; None when it does not listen."""
+
+    def missing_addresses(self) -> Mapping[str, str]:
+        """What it is to listen on and cannot yet, and why."""
 
     def own_hosts(self) -> tuple[str, ...]:
         """The IP addresses that it listens on, and those that its owner announces."""

@@ -12,10 +12,10 @@ import logging
 import os
 import ssl
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated, Protocol
 
 import msgspec
@@ -27,7 +27,8 @@ from cryptography.x509.oid import NameOID
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
-from swarmd.net.handles import is_scarce
+from swarmd.net.inbound import is_scarce
+from swarmd.net.late_addresses import LateAddresses, NotThereError
 from swarmd.net.tls import BROKEN, DirectStream, Tls
 from swarmd.net.traffic import Traffic
 from swarmd.protocol.untrusted import decode
@@ -46,6 +47,8 @@ TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
 HANDSHAKE_BYTES = 3_000  # of TLS, both ways
 MAX_TICKET_BYTES = 4_096  # a certificate of 2 KiB at most, and a token
+FIRST_DAY = datetime(1970, 1, 1, tzinfo=UTC)  # of a certificate that is pinned: no clock has a part in it
+LAST_DAY = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280, 4.1.2.5: that it never ends
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
 
 
@@ -109,31 +112,37 @@ class DirectNetwork:
     async def running(self) -> AsyncIterator[None]:
         """Listen for direct channels, if there is a host to listen on, until the end of the block."""
         async with trio.open_nursery() as nursery:
-            listeners = await self._open_listeners()
-            if listeners:
-                context, self._certificate = _server_context()
-                self._port = listeners[0].socket.getsockname()[1]
-
-                async def accept(connection: trio.SocketStream) -> None:
-                    await self._accept_connection(connection, context)
-
-                self._inner.set_handler("ticket", self._give_ticket)
-                nursery.start_soon(trio.serve_listeners, accept, listeners)
+            if self._hosts:
+                await self._listen(nursery)
             yield
             nursery.cancel_scope.cancel()
             for streams in list(self._streams.values()):
                 for stream in list(streams):
                     await stream.reset()
 
-    async def _open_listeners(self) -> list[trio.SocketListener]:
-        listeners: list[trio.SocketListener] = []
-        port = self._port
-        for host in dict.fromkeys(self._hosts):
-            try:
-                listeners += await trio.open_tcp_listeners(port, host=host)
-                port = listeners[0].socket.getsockname()[1]
-            except OSError as error:
-                logger.warning("no direct channels on %s: %s", host, error)
+    async def _listen(self, nursery: trio.Nursery) -> None:
+        """Listen on all hosts that are there, and on the others once they are."""
+        late_hosts = LateAddresses("direct channels", self._open_listeners)
+        context, self._certificate = _server_context()
+
+        async def accept(connection: trio.SocketStream) -> None:
+            await self._accept_connection(connection, context)
+
+        async def serve(listeners: Sequence[trio.SocketListener]) -> None:
+            self._inner.set_handler("ticket", self._give_ticket)
+            nursery.start_soon(trio.serve_listeners, accept, listeners)
+
+        for listeners in await late_hosts.find_all(dict.fromkeys(self._hosts)):
+            await serve(listeners)
+        nursery.start_soon(late_hosts.run, serve)
+
+    async def _open_listeners(self, host: str) -> Sequence[trio.SocketListener]:
+        """Listen on one more host, at the port of the others. Raises NotThereError."""
+        try:
+            listeners = await trio.open_tcp_listeners(self._port, host=host)
+        except OSError as error:
+            raise NotThereError(str(error.strerror or error)) from None
+        self._port = listeners[0].socket.getsockname()[1]
         return listeners
 
     # --- the Network it stands for ----------------------------------------------------------------------------
@@ -299,15 +308,14 @@ def _server_context() -> tuple[ssl.SSLContext, bytes]:
     """A TLS 1.3 context with a certificate made for this run; returns it with the certificate in DER."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "swarmd direct channel")])
-    now = datetime.now(UTC)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=30))  # clocks differ
-        .not_valid_after(now + timedelta(days=3_650))
+        .not_valid_before(FIRST_DAY)
+        .not_valid_after(LAST_DAY)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )

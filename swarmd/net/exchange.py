@@ -19,6 +19,7 @@ from swarmd.net.interfaces import own_networks
 from swarmd.net.roster import MAX_REMEMBERED_MEMBERS, Roster
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import MAX_RECORDS, RecordBook, SwarmView, short_name
+from swarmd.plan.owner.clock import MemberClocks, describe_wrong_clock
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.membership import records
@@ -29,8 +30,8 @@ from swarmd.protocol.membership.records import ExchangeBody, PeerRecord
 from swarmd.protocol.understanding import CHARTERS, SHORT_DIGESTS
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import ExchangeDigest, ExchangeReply, Records
-from swarmd.values import PeerId
+from swarmd.protocol.wire.messages import ExchangeDigest, ExchangeReply, Hello, Records
+from swarmd.values import PeerId, format_moment
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Exchange:
         self._catalog_news = trio.Event()
         self._wall_clock = wall_clock
         self.book.talked_with = self.roster.met
+        self._clocks = MemberClocks()
         self._view: SwarmView | None = None
         self._merging = trio.Lock()
         self._taken_at: dict[str, float] = {}
@@ -71,6 +73,25 @@ class Exchange:
     def now(self) -> float:
         """Unix seconds."""
         return self._wall_clock()
+
+    def admit(self, peer: PeerId, hello: Hello) -> None:
+        """Let in the peer at the other end of a stream, if it is a member. Raises Refused or IntegrityError."""
+        self._note_clock(peer, hello.now)  # first: with a wrong clock here, no certificate may count
+        self.roster.admit(peer, hello)
+
+    def clocks_s(self) -> list[float]:
+        """How far other members' clocks were ahead of this machine's within the last minute."""
+        return self._clocks.fresh_s(trio.current_time())
+
+    def describe_wrong_clock(self) -> str:
+        """Say that this machine's clock may be wrong, if others' say so: nothing counts then. Else ""."""
+        return describe_wrong_clock(self.now(), self.clocks_s())
+
+    def _note_clock(self, peer: PeerId, peer_time: int, took_s: float = 0.0) -> None:
+        """Note what a peer's clock said in an answer that took so long; 0 is nothing."""
+        if peer_time:
+            ahead_s = peer_time - (self._wall_clock() - took_s / 2)
+            self._clocks.note(peer, ahead_s, trio.current_time())
 
     def merge_untrusted(self, raw: bytes, is_own: bool = False) -> bool:
         """Take one record if it counts. Raises IntegrityError for a forged one; returns whether it was news.
@@ -119,10 +140,12 @@ class Exchange:
         catalog = read_catalog_untrusted(raw, self.keys.founder_key)
         known_charters = max(self.keys.charters, self.book.catalog.charters, key=len)
         follows = catalog.charters[: len(known_charters)] == known_charters
-        if not follows or catalog.version > self._wall_clock() + MAX_AHEAD_S:
-            logger.warning(
-                "a catalog of other founders, or of a time to come, does not count: version %s", catalog.rank
-            )
+        if not follows:
+            logger.warning("a catalog of other founders does not count: version %s", catalog.rank)
+            return False
+        if catalog.version > self._wall_clock() + MAX_AHEAD_S:
+            signed, now = format_moment(catalog.version), format_moment(self._wall_clock())
+            logger.warning("a catalog signed at %s does not count: this machine's clock says %s", signed, now)
             return False
         is_news = self.book.add_catalog(catalog, raw).action
         if is_news:
@@ -167,9 +190,15 @@ class Exchange:
         request = ExchangeDigest(
             catalog_version=version, catalog_root=root, catalog_charters=charters, is_short=is_short
         )
-        reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
+        begun = trio.current_time()
+        try:
+            reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
+        except Refused as error:
+            self._note_clock(peer, error.peer_time)
+            raise
         if not isinstance(reply, ExchangeReply):
             raise RemoteProtocolError(f"expected an exchange reply, got {type(reply).__name__}")
+        self._note_clock(peer, reply.now, trio.current_time() - begun)
         try:
             body = await self.merge_body_untrusted(frame.payload)
         except RemoteProtocolError as error:
@@ -214,7 +243,8 @@ class Exchange:
         is_newer = not any(peer_rank) or self.book.catalog.rank > peer_rank
         catalog = self.book.catalog_raw if is_newer and self._reads_charters(channel.peer) else None
         body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
-        await channel.answer(ExchangeReply(re=message.id), msgspec.msgpack.encode(body))
+        reply = ExchangeReply(re=message.id, now=int(self._wall_clock()))
+        await channel.answer(reply, msgspec.msgpack.encode(body))
 
     def _reads_charters(self, peer: PeerId) -> bool:
         """May this catalog be sent to a peer? Versions before charters take one by another founder for forged."""

@@ -2,11 +2,13 @@
 
 A sponsor is the key that answers for a peer: a member makes as many clients as it likes. A sponsor that has more waits
 with its newest channels until its oldest frame is done. When all together have too much, the sponsor that has most
-loses its newest channel: it is an attack, or so many slow links that one has to begin anew.
+loses its newest channel: it is an attack, or so many slow links that one has to begin anew. The last file handles are
+kept for what this peer needs, not for strangers that connect.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -15,6 +17,7 @@ import trio
 MAX_BYTES_OF_SPONSOR = 32 * 2**20  # two frames of the largest size
 MAX_BYTES = 128 * 2**20  # of all peers
 SMALL_BYTES = 64 * 1024  # what follows a frame in one read: not worth counting
+RESERVED_HANDLES = 24  # for the control socket, the worker, the disk, and connections that this peer opens itself
 
 ChannelT = TypeVar("ChannelT")
 
@@ -62,3 +65,9 @@ class Inbound(Generic[ChannelT]):
 
     def _oldest_channel(self, sponsor: bytes) -> ChannelT | None:
         return next((c for c in self._held if self._sponsor_of(c) == sponsor), None)
+
+
+def is_scarce(handle: int) -> bool:
+    """Is a handle that was just given out one of the last? The system gives out the lowest that is free."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit != resource.RLIM_INFINITY and handle >= limit - RESERVED_HANDLES

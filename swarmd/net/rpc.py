@@ -20,6 +20,7 @@ import msgspec
 import trio
 
 from swarmd.errors import (
+    OUR_MEMBERSHIP,
     Code,
     Forged,
     IntegrityError,
@@ -180,7 +181,7 @@ class Channel:
         message, frame = reply.value
         if isinstance(message, Refusal):
             wait_s = message.retry_after_ms / 1000 if message.retry_after_ms is not None else None
-            raise Refused(Code(message.code), message.message, wait_s)
+            raise Refused(Code(message.code), message.message, wait_s, message.now)
         return message, frame
 
     def resolve(self, message: AnyMessage, frame: Frame) -> bool:
@@ -402,7 +403,7 @@ class Rpc:
                 self._channels.require_room(channel.peer, purpose)
                 await channel.send(self._owner.hello())
         except (trio.TooSlowError, PeerError) as error:
-            await _turn_away(channel, error)
+            await _turn_away(channel, error, self._owner.hello().now)
             return
         self._channels.add(channel)
         await self._serve_channel(channel, decoder, early)
@@ -474,7 +475,8 @@ class Rpc:
                 messages.refuse_unhandled(message)
         except Refused as error:
             if not isinstance(message, Refusal):  # two peers that refuse each other would never stop
-                await channel.send(messages.refusal_for(message, error))
+                now = self._owner.hello().now if error.code in OUR_MEMBERSHIP else 0
+                await channel.send(messages.refusal_for(message, error, now))
 
     def _forget_channel(self, channel: Channel) -> None:
         channel.end()
@@ -496,7 +498,7 @@ def _refuse_banned(standing: Standing, peer: PeerId) -> None:
 def _read_hello(message: AnyMessage) -> Hello:
     """The first message of the other side as the hello that it must be. Raises PeerError."""
     if isinstance(message, Refusal):
-        raise Refused(Code(message.code), message.message)
+        raise Refused(Code(message.code), message.message, peer_time=message.now)
     if not isinstance(message, Hello):
         raise RemoteProtocolError(f"expected a hello first, got {type(message).__name__}")
     unknown = messages.unknown_needs(message.needs)
@@ -505,12 +507,12 @@ def _read_hello(message: AnyMessage) -> Hello:
     return message
 
 
-async def _turn_away(channel: Channel, error: Exception) -> None:
-    """Tell the other side why it does not come in."""
+async def _turn_away(channel: Channel, error: Exception, now: int) -> None:
+    """Tell the other side why it does not come in, and the time here: by it a membership may have ended."""
     code = error.code if isinstance(error, Refused) else Code.NOT_A_MEMBER
     with trio.move_on_after(1):
         try:
-            await channel.send(Refusal(code=code.value, message=str(error)[:500]))
+            await channel.send(Refusal(code=code.value, message=str(error)[:500], now=now))
             await channel.stream.aclose()
         except Unreachable:
             pass

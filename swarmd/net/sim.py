@@ -1,7 +1,7 @@
 """A network in memory with the same API as libp2p's: latency, bandwidth, crashes and cuts, in virtual time.
 
 A ``SimWorld`` is seeded and holds every peer; tests run it under trio's MockClock with deterministic scheduling
-(tests/sim/conftest.py). What a cut or crash does here is what TCP does: a crash is seen by the others at once, a
+(tests/conftest.py). What a cut or crash does here is what TCP does: a crash is seen by the others at once, a
 cut is silence until somebody's deadline.
 """
 
@@ -139,6 +139,13 @@ class SimStream:
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint()
+        try:
+            await self._send(data)
+        except trio.Cancelled:
+            self.fail()
+            raise
+
+    async def _send(self, data: bytes) -> None:
         far_end = self.other
         while far_end._inbox_bytes > WINDOW_BYTES and not self._failed:
             await self._changed.wait()

@@ -7,14 +7,23 @@ against a peer survives a restart; that one was left out for a moment does not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.plan.trust.standing import Fault, FaultHistory, is_allowed, is_banned, is_shunned, leave_out, record_fault
+from swarmd.plan.trust.standing import (
+    LONGEST_BAN_S,
+    Fault,
+    FaultHistory,
+    is_allowed,
+    is_banned,
+    is_shunned,
+    leave_out,
+    record_fault,
+)
 from swarmd.protocol.untrusted import read_json
 from swarmd.status import FaultRow, StandingRow
 from swarmd.values import PeerId
@@ -27,8 +36,61 @@ LONGEST_LEFT_OUT_S = 600.0  # a server that was repaired is tried again after th
 SAVE_INTERVAL_S = 10.0  # what is lost in a crash are the last faults only
 
 
+class StandingRecord(msgspec.Struct):
+    """What is held against one peer, as it is written down."""
+
+    faults: dict[Fault, tuple[int, float]]
+    at: float
+    why: str
+    banned_until: float
+    n_bans: int
+
+
+class StandingFile:
+    """What is held against others, between two runs of a process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, histories: Mapping[PeerId, FaultHistory]) -> bool:
+        """Write what is held against these peers; False where the disk takes nothing."""
+        records = {
+            peer: StandingRecord(
+                faults={kind: pair for kind, pair in history.faults.items() if kind is not Fault.SILENT},
+                at=history.at,
+                why=history.why,
+                banned_until=history.banned_until,
+                n_bans=history.n_bans,
+            )
+            for peer, history in histories.items()
+        }
+        new_file = self._path.with_suffix(".new")
+        try:
+            new_file.write_bytes(msgspec.json.encode(records))
+            new_file.replace(self._path)
+        except OSError as error:
+            logger.warning("cannot keep what was seen of others in %s: %s", self._path, error.strerror)
+            return False
+        return True
+
+    def read(self, now: float) -> dict[PeerId, FaultHistory]:
+        """Read what was held against others, at unix seconds ``now``; nothing of a file that is damaged."""
+        if not self._path.is_file():
+            return {}
+        try:
+            records = read_json(self._path, dict[str, StandingRecord], "it is made anew")
+        except ConfigError as error:
+            logger.warning("%s", error)
+            return {}
+        # The clock may have been wrong when this was written, or may be now: no ban gets longer than bans are.
+        for record in records.values():
+            record.at = min(record.at, now)
+            record.banned_until = min(record.banned_until, now + LONGEST_BAN_S)
+        return {PeerId(peer): FaultHistory(**msgspec.structs.asdict(record)) for peer, record in records.items()}
+
+
 class Standing:
-    """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds where there is one."""
+    """See the module. ``file`` keeps it between runs; ``clock`` is unix seconds that nobody sets, if there are any."""
 
     def __init__(
         self,
@@ -36,8 +98,8 @@ class Standing:
         file: Path | None = None,
     ) -> None:
         self._clock = clock
-        self._file = file
-        self._histories: dict[PeerId, FaultHistory] = self._read_file()
+        self._file = StandingFile(file) if file is not None else None
+        self._histories = self._file.read(clock()) if self._file is not None else {}
         self._banned: list[PeerId] = []
         self._news = trio.Event()
         self._is_saved = True
@@ -108,11 +170,6 @@ class Standing:
         history = self._histories.get(peer)
         return max(0.0, history.banned_until - self._clock()) if history is not None else 0.0
 
-    def strikes(self, peer: PeerId) -> int:
-        """How often in a row it was left out, without having done something right."""
-        history = self._histories.get(peer)
-        return 0 if history is None else history.strikes
-
     def count(self, peer: PeerId, *kinds: Fault) -> int:
         """How many faults of some kinds (or any that weighs something) were seen of a peer."""
         history = self._histories.get(peer)
@@ -154,41 +211,15 @@ class Standing:
         try:
             while True:
                 await trio.sleep(SAVE_INTERVAL_S)
-                self._save_file()
+                self.save()
         finally:
-            self._save_file()
+            self.save()
 
-    def _save_file(self) -> None:
-        if self._file is None or self._is_saved:
-            return
-        rows = {
-            peer: _Row(
-                faults={kind: pair for kind, pair in history.faults.items() if kind is not Fault.SILENT},
-                at=history.at,
-                why=history.why,
-                banned_until=history.banned_until,
-                n_bans=history.n_bans,
-            )
-            for peer, history in self._histories.items()
-            if self.count(peer)
-        }
-        new_file = self._file.with_suffix(".new")
-        try:
-            new_file.write_bytes(msgspec.json.encode(rows))
-            new_file.replace(self._file)
-            self._is_saved = True
-        except OSError as error:
-            logger.warning("cannot keep what was seen of others in %s: %s", self._file, error.strerror)
-
-    def _read_file(self) -> dict[PeerId, FaultHistory]:
-        if self._file is None or not self._file.is_file():
-            return {}
-        try:
-            rows = read_json(self._file, dict[str, _Row], "it is made anew")
-        except ConfigError as error:
-            logger.warning("%s", error)
-            return {}
-        return {PeerId(peer): FaultHistory(**msgspec.structs.asdict(row)) for peer, row in rows.items()}
+    def save(self) -> None:
+        """Write what is held against others now, if it has changed."""
+        if self._file is not None and not self._is_saved:
+            held = {peer: history for peer, history in self._histories.items() if self.count(peer)}
+            self._is_saved = self._file.write(held)
 
     def _history_of(self, peer: PeerId) -> FaultHistory:
         # Identities cost nothing, so memory is bounded. Of a full table the peer with least against it is forgotten,
@@ -202,13 +233,3 @@ class Standing:
 
             del self._histories[min(self._histories, key=weight_of)]
         return self._histories.setdefault(peer, FaultHistory(at=self._clock()))
-
-
-class _Row(msgspec.Struct):
-    """One peer as it is written down."""
-
-    faults: dict[Fault, tuple[int, float]]
-    at: float
-    why: str
-    banned_until: float
-    n_bans: int

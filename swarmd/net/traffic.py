@@ -40,10 +40,14 @@ class UsedUpError(OSError):
 class _TrafficFile(msgspec.Struct, frozen=True):
     month: str
     n_bytes: int  # that have passed, or soon may have
+    others: tuple[tuple[str, int], ...] = ()  # of months that the clock was in before
 
 
 class Traffic:
-    """See the module. ``file`` keeps what has passed in a month; None: nothing is kept."""
+    """See the module. ``file`` keeps what has passed in a month; None: nothing is kept.
+
+    ``now`` is asked at each write and read, so it only tells the time here; clocks.read_zone has it follow the zone.
+    """
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class Traffic:
         if self._file is None:
             return
         try:
-            saved = _TrafficFile(self._written.month, self._written.n_bytes)
+            saved = _TrafficFile(self._written.month, self._written.n_bytes, self._written.others)
             write_file(self._file, msgspec.json.encode(saved))
         except ConfigError as error:
             logger.warning("what passes this month is not written down: %s", error)
@@ -120,4 +124,4 @@ def _read_use(file: Path | None) -> TrafficUse | None:
     if file is None or not file.is_file():
         return None
     saved = read_json(file, _TrafficFile, "delete it to count this month from 0")
-    return TrafficUse(saved.month, saved.n_bytes)
+    return TrafficUse(saved.month, saved.n_bytes, saved.others)

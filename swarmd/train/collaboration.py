@@ -82,6 +82,7 @@ class Collaboration:
             )
         _check_optimizer(self.run.recipe, optimizer)
         self._model = model
+        self._sequence = 0
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._source = _LoopSource(self._parameters, self.run.recipe, lambda: self._is_over())
         self._folder = tempfile.TemporaryDirectory(prefix="swarmd-run-")
@@ -106,7 +107,7 @@ class Collaboration:
         self._call(self._source.give, n_samples, mean * n_samples, gradient)
         self._model.zero_grad()
         is_new = self._take_parameters()
-        idle = self._trainer.why_idle()
+        idle = self._trainer.idleness.why()
         return StepResult(self._epoch, is_new, self._trainer.doing, bool(idle))
 
     def status(self) -> RunRow:
@@ -178,13 +179,13 @@ class Collaboration:
         )
         if self._order:
             self._trainer.chronicle.take_order_untrusted(self._order)
-        swarm.take_part(self.run.id, self._trainer)
+        swarm.take_part(self.run.id, self._trainer.inbox)
         swarm.start_soon(self._run_trainer)
         await self._source.wait_wanted()
 
     def _is_over(self) -> bool:
         catching_up = self._trainer.catching_up
-        return bool(self._trainer.why_idle()) and catching_up is not None and not catching_up.is_due
+        return bool(self._trainer.idleness.why()) and catching_up is not None and not catching_up.is_due
 
     async def _run_trainer(self) -> None:
         failure = "this part in the run has ended"
@@ -208,12 +209,13 @@ class Collaboration:
 
     async def _announce_record(self) -> None:
         now = int(time.time())
+        self._sequence = max(self._sequence + 1, int(time.time() * 1000))  # also where the clock was set back
         fields = self._trainer.record()
         del fields["kind"]
         certificate_ends_at = self._swarm.exchange.roster.pass_of(self._swarm.certificate).ends_at
         record = RunRecord(
             peer=self._swarm.identity.peer_id,
-            sequence=int(time.time() * 1000),
+            sequence=self._sequence,
             issued_at=now,
             expires_at=expiry_of(now, certificate_ends_at),
             certificate=self._swarm.certificate,

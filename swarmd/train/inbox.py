@@ -43,6 +43,10 @@ class RunInbox:
         self._tasks = tasks
         self._why_idle = why_idle
 
+    def gone(self, peer: PeerId) -> None:
+        """Note that a channel to a peer has ended."""
+        self._joining.gone(peer)
+
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
         """Answer what is about this run. Raises Refused or RemoteProtocolError."""
         peer = channel.peer

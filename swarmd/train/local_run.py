@@ -104,7 +104,7 @@ class LocalRun:
             self._folder,
             self._make_getter,
         )
-        self.trainer.pause(self._resting, "policy")
+        self.trainer.idleness.pause(self._resting, "policy")
 
     def _make_getter(self, layout: VectorLayout, into: str) -> Get:
         folder = self._folder.folder / into
@@ -134,7 +134,7 @@ class LocalRun:
     def rest(self, reason: str) -> None:
         """Compute nothing for a reason that a rule of the owner's gives; "" goes on."""
         self._resting = reason
-        self.trainer.pause(reason, "policy")
+        self.trainer.idleness.pause(reason, "policy")
 
     async def leave(self) -> bool:
         """End here, for good; returns whether no update counts without this peer. The state stays on the disk."""

@@ -40,7 +40,7 @@ def report_run(
         run=trainer.run_spec.id,
         name=recipe.name,
         role=trainer.role,
-        state=trainer.why_idle() or "running",
+        state=trainer.idleness.why() or "running",
         why=trainer.doing,
         update=ledger.epoch,
         updates=recipe.stop.steps,

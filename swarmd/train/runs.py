@@ -187,7 +187,7 @@ class Runs:
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
         taken = self._find_taken(name)
-        taken.trainer.pause("paused here" if is_paused else "")
+        taken.trainer.idleness.pause("paused here" if is_paused else "")
         self._directory.announce_soon()
         return PauseRunAnswer(run=taken.trainer.run_spec.id, paused=is_paused)
 
@@ -206,13 +206,13 @@ class Runs:
         taken = self._taken.get(RunId(getattr(message, "run", "") or ""))
         if taken is None:
             return False
-        await taken.trainer.handle(channel, message, frame)
+        await taken.trainer.inbox.handle(channel, message, frame)
         return True
 
     def gone(self, peer: PeerId) -> None:
         """Note that a channel to a peer has ended."""
         for taken in self._taken.values():
-            taken.trainer.gone(peer)
+            taken.trainer.inbox.gone(peer)
 
     def records(self) -> list[dict[str, Any]]:
         """Return what this peer announces of each run, as fields of its RunRecord."""

@@ -14,17 +14,15 @@ from typing import Any
 import trio
 
 from swarmd.net.api import TaskStatus
-from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
 from swarmd.plan.runs import progress
 from swarmd.plan.runs.progress import Action, MemberProgress
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import Run
-from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage
 from swarmd.train.gradients.computing import Computing
 from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.gradients.source import GradientSource
+from swarmd.train.idleness import Idleness
 from swarmd.train.inbox import RunInbox
 from swarmd.train.rounds.joining import Joining
 from swarmd.train.rounds.leadership import LOOK_INTERVAL_S
@@ -40,11 +38,10 @@ from swarmd.train.store.services import TrainerServices, Wakeups
 from swarmd.train.synchronisation import RunPace
 from swarmd.train.vectors.averages import Averages
 from swarmd.train.vectors.state import Average, RunState, Snapshot, VectorLayout
-from swarmd.values import Decision, PeerId, count
+from swarmd.values import Decision, count
 
 logger = logging.getLogger(__name__)
 
-OWNER = "owner"  # of this machine; by their own word, not by a rule of theirs
 HOUSEKEEPING_S = 2.0  # orders of the run's owner are followed within it
 KEPT_AVERAGES = 3  # as many vectors as parameters and AdamW's moments together
 
@@ -84,6 +81,7 @@ class Trainer:
         )
         self.ledger = self.chronicle.ledger
         self.computing = Computing(services, self.ledger, self._news)
+        self.idleness = Idleness(self.chronicle, self.computing, self._news)
         self.work = self.computing.work
         self.pace = RunPace()
         self._member_services = MemberServices(
@@ -103,17 +101,16 @@ class Trainer:
             self.members,
             self._news,
             backed=lambda: signer.backed,
-            why_idle=self._why_nothing,
+            why_idle=self.idleness.why_paused,
         )
         self.services = services
         self._source = source
         self._make_get = make_get
-        self._paused: dict[str, str] = {}  # by whom: why
         self._announced_head = b""
         self.memories = Memories(services, run.recipe, folder)
         self.checkpoints = StateCheckpoints(self.ledger, folder, self._news, services.off_loop)
         self._tasks = Tasks()
-        self._inbox = RunInbox(self._member_services, self.joining, self.audits, self._tasks, self.why_idle)
+        self.inbox = RunInbox(self._member_services, self.joining, self.audits, self._tasks, self.idleness.why)
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -197,8 +194,8 @@ class Trainer:
             self.why = self.catching_up.why
             self._on_state(self.state)
             self._news.notify()  # look again at once
-        elif self.why_idle():
-            self.why = self.why_idle()
+        elif idle := self.idleness.why():
+            self.why = idle
             self.joining.leadership.close()
             await self.computing.hold()
             await self._follow_others()
@@ -211,7 +208,7 @@ class Trainer:
                 speeds = [p.samples_per_s for p in self.members.progress(trio.current_time())]
                 hold_s = progress.hold_s(self.computing.workload.samples_per_s, speeds, has_samples=self.work.n > 0)
                 await self.computing.offer(hold_s)
-                await self.joining.take_part(self.state.head, self.why_idle)
+                await self.joining.take_part(self.state.head, self.idleness.why)
             else:
                 self.computing.go_on()
 
@@ -237,17 +234,6 @@ class Trainer:
         if decision.action is Action.JOIN_ROUND and self.joining.following.is_early(trio.current_time()):
             return Decision(Action.CONTINUE, "fewer samples were there than forecast")
         return decision
-
-    def why_idle(self) -> str:
-        """Why nothing is computed now; "" when something is."""
-        return self._why_nothing() or self.ledger.why_finished()
-
-    def _why_nothing(self) -> str:
-        """Why its owner, or that of this machine, wants nothing computed."""
-        if self.chronicle.order.state == "stopped":
-            return "the run's owner has stopped it"
-        paused = next((reason for reason in self._paused.values() if reason), "")
-        return paused or self.computing.broken
 
     async def _follow_others(self) -> None:
         """Learn the commits that others say they have."""
@@ -302,33 +288,14 @@ class Trainer:
         while True:
             await trio.sleep(HOUSEKEEPING_S)
             if self.state is not None:
-                self._inbox.donors.expire(self.state, trio.current_time())
+                self.inbox.donors.expire(self.state, trio.current_time())
             if await self.chronicle.look_for_orders():
                 self.services.announce()
-
-    def pause(self, reason: str, pauser: str = OWNER) -> None:
-        """Stop computing: the owner of this machine, or a rule of theirs, wants it back; "" gives it again."""
-        self._paused[pauser] = reason
-        if reason:
-            self.computing.stop()
-        elif pauser == OWNER:
-            self.computing.try_again()
-        self._news.notify()
-
-    # --- what others ask ---------------------------------------------------------------------------------------
-
-    async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
-        """Answer what is about this run. Raises Refused or RemoteProtocolError."""
-        await self._inbox.handle(channel, message, frame)
 
     def find(self, digest: bytes) -> Snapshot | Average | None:
         """Find what of this run's state a hash names here."""
         state = self.state.find(digest) if self.state is not None else None
         return state or self.audits.accusations.find(digest)
-
-    def gone(self, peer: PeerId) -> None:
-        """Note that a channel to a peer has ended."""
-        self.joining.gone(peer)
 
     # --- what it says of itself --------------------------------------------------------------------------------
 
@@ -359,7 +326,7 @@ class Trainer:
             "state": state.root if state else b"",
             "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.work.n,
-            "samples_per_s": 0.0 if self.why_idle() else self.computing.workload.samples_per_s,
+            "samples_per_s": 0.0 if self.idleness.why() else self.computing.workload.samples_per_s,
             "audit_left": self.computing.workload.audit_left,
             "can_be_dialled": self.services.can_be_dialled(),
             "order": self.chronicle.order_raw,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swarmd.errors import ConfigError, Unreachable
 from swarmd.plan.links.download import Ref
 from swarmd.protocol.models import shards
-from swarmd.protocol.models.manifest import CHUNK_BYTES, Manifest
+from swarmd.protocol.models.manifest import CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, Manifest
 from swarmd.protocol.models.shards import Place
 from swarmd.values import PeerId
 
@@ -73,10 +73,10 @@ class Hub:
         """Return the shard that holds a tensor, and where; reads headers once."""
         if not self._places:
             try:
-                index = json.loads(self._get_bytes("model.safetensors.index.json", 0, MAX_INDEX_BYTES))
+                index = json.loads(self._get_bytes(INDEX_FILE, 0, MAX_INDEX_BYTES))
                 names = sorted({str(name) for name in index["weight_map"].values()})
             except (Unreachable, ValueError, KeyError, TypeError, AttributeError):
-                names = ["model.safetensors"]
+                names = [SINGLE_FILE]
             for name in names:
                 if Path(name).name == name:
                     self._places |= {place.name: (name, place) for place in self._read_header(name)}

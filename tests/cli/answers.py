@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -28,3 +28,32 @@ def _empty_of(annotation: Any) -> Any:
     if origin is tuple and ... not in get_args(annotation):
         return tuple(_empty_of(part) for part in get_args(annotation))
     return EMPTY[origin or annotation]
+
+
+def filled_everywhere(kind: Any, text: str, truth: bool = True) -> Any:
+    """Make a value of a type with ``text`` in every place that takes text, and one of whatever there may be several."""
+    origin = get_origin(kind)
+    arguments = get_args(kind)
+    if origin is Annotated:
+        return filled_everywhere(arguments[0], text, truth)
+    if origin in (Union, types.UnionType):
+        return filled_everywhere(next(part for part in arguments if part is not type(None)), text, truth)
+    if origin is Literal:
+        return arguments[0]
+    if origin in (tuple, list):
+        parts = [part for part in arguments if part is not ...]
+        return tuple(filled_everywhere(part, text, truth) for part in parts)
+    if origin is dict:
+        key, value = arguments
+        return {filled_everywhere(key, text, truth): filled_everywhere(value, text, truth)}
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _struct_everywhere(kind, text, truth)
+    return {str: text, int: 1, float: 1.5, bool: truth, bytes: b"\x01"}[kind]
+
+
+def _struct_everywhere(kind: type[msgspec.Struct], text: str, truth: bool) -> Any:
+    values = {}
+    for spec in msgspec.structs.fields(kind):
+        refers_to_itself = kind in get_args(spec.type)
+        values[spec.name] = filled(kind) if refers_to_itself else filled_everywhere(spec.type, text, truth)
+    return kind(**values)

@@ -1,8 +1,14 @@
-"""A gateway that says what a test has it say, without a process."""
+"""A gateway, and a daemon, that say what a test has them say, without a process."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import json
+import socketserver
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,3 +32,31 @@ class PlayedGateway(GatewayClient):
             if isinstance(event, Exception):
                 raise event
             yield msgspec.convert(event, StreamEvent)
+
+
+@contextmanager
+def play_daemon(socket: Path, answer_to: Callable[[str], Any]) -> Iterator[None]:
+    """Answer at a home's control socket what ``answer_to`` makes of a path, such as "status"."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            path = self.path.removeprefix("/v1/").partition("?")[0]
+            body = json.dumps({"schema": 1, **answer_to(path)}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *words: Any) -> None: ...
+
+    with socketserver.ThreadingUnixStreamServer(str(socket), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+            socket.unlink()

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
 from swarmd_cli import source
 from swarmd_cli.context import set_home
 
@@ -78,6 +80,63 @@ def test_a_repository_of_the_hub_with_other_formats_is_called_what_it_is(
     monkeypatch.setattr(source, "_files_on_hub", lambda name: ["README.md", "tiny.gguf"])
     with pytest.raises(ConfigError, match=r"org/tiny on the hub holds GGUF files .*hf download org/tiny FILE, then"):
         source.find_folder("org/tiny", "auto")
+
+
+TWICE = (
+    *("config.json", "tokenizer.json", "original/params.json", "original/consolidated.00.safetensors"),
+    *("consolidated.safetensors", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    *("model.safetensors", "old-model.safetensors", "onnx/model.safetensors", "README.md", "pytorch_model.bin"),
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "weights"),
+    [
+        ((), {"model.safetensors"}),
+        (
+            ("model.safetensors.index.json",),
+            {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"},
+        ),
+        (("adapter_config.json", "adapter_model.safetensors"), {"adapter_model.safetensors"}),
+    ],
+)
+def test_of_a_repository_with_its_weights_twice_only_those_that_it_names_are_fetched(
+    more: tuple[str, ...], weights: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "c0ffee"
+
+    def download(name: str, *, revision: str | None = None, **patterns: list[str]) -> str:
+        assert revision in (None, "c0ffee"), "the same commit"
+        for path in filter_repo_objects([*TWICE, *more], **patterns):
+            files(snapshot, path)
+        index = {f"t{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+        if (snapshot / "model.safetensors.index.json").is_file():
+            (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert source.find_folder("org/tiny", "auto") == snapshot
+    fetched = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()}
+    small = {"config.json", "tokenizer.json", *(name for name in more if name.endswith(".json"))}
+    assert fetched == weights | small
+
+
+def test_a_folder_with_its_weights_twice_is_read_by_the_names_that_it_has(home: Home, tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path / "model", n_layers=2)
+    for path in bundled_folder().glob("tokenizer*"):
+        shutil.copy(path, folder)
+    tensors = load_file(folder / "model.safetensors")
+    names = {name: f"model-{1 + ('lm_head' in name)}.safetensors" for name in tensors}
+    for file in set(names.values()):
+        part = {name: tensor for name, tensor in tensors.items() if names[name] == file}
+        save_file(part, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    files(folder, "consolidated.safetensors", "original/consolidated.00.safetensors")
+    (folder / "model.safetensors").write_bytes(b"of an older model")
+    assert "2 blocks" in add(home, folder)
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors is missing.*names 2, 1 of them are not there"):
+        add(home, folder)
 
 
 def cached(root: Path, *commits: str, main: str = "") -> Path:

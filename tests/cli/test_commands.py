@@ -28,6 +28,7 @@ from swarmd.protocol.membership import invite as invites
 from swarmd.protocol.membership.catalog import AdmittedMember
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import Invite, SwarmKeys, create
+from tests.cli.imported import imported_by
 from tests.real import forks
 from tests.real.harness import LocalSwarm, local_swarm
 
@@ -98,15 +99,8 @@ READING = (
 def test_what_only_asks_the_daemon_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
     """Half of what a reading verb took was imports; who has no daemon to ask learns why at the same price."""
     with answering(tmp_path) as answered:
-        code = (
-            f"import sys; sys.argv = ['swarmd', '--home', {str(tmp_path)!r}, *{words!r}]\n"
-            "from swarmd_cli.main import run\n"
-            "try: run()\n"
-            "except BaseException: pass\n"
-            f"print('HEAVY', sorted({HEAVY!r} & set(sys.modules)))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "HEAVY []", done.stdout
+        imported, done = imported_by(tmp_path, words, HEAVY)
+        assert not imported, done.stderr
         assert words == ["--help"] or answered, "it came as far as asking"
 
 

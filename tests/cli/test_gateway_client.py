@@ -37,7 +37,7 @@ class PlayedGateway(BaseHTTPRequestHandler):
 @pytest.fixture
 def gateway() -> Iterator[GatewayClient]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), PlayedGateway)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # how often it looks whether to end
     thread.start()
     yield GatewayClient(f"http://127.0.0.1:{server.server_address[1]}", "secret")
     server.shutdown()

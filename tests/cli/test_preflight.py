@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from swarmd.home.models import bundled_folder
 from swarmd.home.paths import Home
 from swarmd.protocol.membership.identity import Identity
 from swarmd.training_runs import require_data
+from tests.cli.imported import imported_by
 from tests.cli.played import PlayedGateway
 
 HEAVY = {"torch", "transformers", "libp2p", "trio"}
@@ -57,18 +56,10 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "message"), WRONG)
 def test_what_is_wrong_is_refused_before_torch_is_imported(founded: Path, words: list[str], message: str) -> None:
-    code = (
-        f"import sys; sys.argv = ['swarmd', '--home', {str(founded)!r}, *{words!r}]\n"
-        "from swarmd_cli.main import run\n"
-        "try: run()\n"
-        f"finally: print('HEAVY', sorted({HEAVY!r} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+    imported, done = imported_by(founded, words, HEAVY)
     assert done.returncode == (3 if "daemon" in message else 2), done.stderr
     assert message in done.stderr
-    assert done.stdout.splitlines()[-1] == "HEAVY []"
+    assert not imported
 
 
 def test_members_that_listen_are_asked_while_the_own_daemon_is_down(

@@ -43,18 +43,18 @@ on_a_card = [pytest.mark.gpu, pytest.mark.skipif(not ON_CARD, reason="no CUDA de
 
 @pytest.mark.filterwarnings("ignore:divide by zero")  # the logarithm of no keys, as the interpreter computes it
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kept_heads", "width"), [(9, 3, 64), (4, 4, 80), (8, 1, 16)])
+@pytest.mark.parametrize(("heads", "kept_heads", "width"), [(6, 2, 64), (2, 2, 80), (8, 1, 16)])
 def test_a_token_attends_to_what_lies_where_the_table_says(
     heads: int, kept_heads: int, width: int, dtype: torch.dtype
 ) -> None:
     rng = torch.Generator().manual_seed(0)
-    n_past = [0, 1, 63, 64, 65, 1_100]
+    n_past = [0, 1, 63, 64, 65, 600]
     n = len(n_past)
 
     def states(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng).to(dtype).to(DEVICE)
 
-    keys, values = (states(n, kept_heads, 1_200, width) for _ in range(2))
+    keys, values = (states(n, kept_heads, 700, width) for _ in range(2))
     query, key, value = (states(1, n, h, width).transpose(1, 2) for h in (heads, kept_heads, kept_heads))
     where = [[keys[i].data_ptr(), values[i].data_ptr(), keys.stride(1), n_past[i]] for i in range(n)]
     table = torch.tensor(where, device=DEVICE)
@@ -153,9 +153,10 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
         lines.append(Counter(str(node.target) for node in module.graph.nodes))
 
     monkeypatch.setattr(traced, "simplify", as_on_a_card)
-    span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 3), torch.float32)
+    n_blocks = 2 if family == "llama" else 1
+    span = LoadedSpan(checkpoints.make(family, tmp_path), Span(1, 1 + n_blocks), torch.float32)
     span.self_test()
-    span.layers = replace(span.layers, shape=None)  # on CPUs one call is another one
+    span.layers = replace(span.layers, shape=None)  # no fused kernel: on CPUs that would be taken
     selection, ragged = begin_selection(span), span.ragged
     assert selection is not None
     assert ragged is not None
@@ -163,7 +164,7 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
         selection.step()
     (row,), by, hop = selection.table.rows, selection._trial, span.span
     assert isinstance(row.backend, TracedBackend)
-    if family == "llama":  # of two blocks
+    if family == "llama":
         launches = {"swarmd_cuda.norm.default": 4, "swarmd_cuda.rotate.default": 4, "swarmd_cuda.gate.default": 2}
         assert lines[0] & Counter(launches) == launches
         assert lines[0]["aten.mm.default"] == 8
@@ -192,14 +193,14 @@ def test_a_recorded_pass_becomes_the_first_row_where_it_is_faster_than_a_traced_
         return 0.2 if isinstance(run.__self__, graphs.GraphedPass) else 0.4
 
     monkeypatch.setattr(Trial, "seconds", seconds)
-    span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 3), torch.float32)
+    span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 2), torch.float32)
     span.self_test()
     span.layers = replace(span.layers, shape=None)
     select_backends(span)
-    table = span.table(Span(1, 3))
+    table = span.table(Span(1, 2))
     assert [type(row.backend) for row in table.rows] == [graphs.GraphedPass, TracedBackend]
-    assert table.reason == "time of one call against operators: 0.20 for 8 (0.50 of a straight line)"
-    assert span.explain_kernels().action.endswith("up to 8 tokens by one call")
+    assert table.reason == "time of a CUDA graph against operators: 0.20 for 8 (0.50 of a straight line)"
+    assert span.explain_kernels().action.endswith("up to 8 tokens by a CUDA graph")
 
 
 class TestOnCuda:
@@ -219,11 +220,11 @@ class TestOnCuda:
 
     @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_a_few_tokens_take_one_call(self, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    def test_a_few_tokens_take_a_graph(self, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
         span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(1, 5), dtype, LoadOptions("cuda", kind))
         span.self_test()
         select_backends(span)
-        assert "by one call" in span.explain_kernels().action, span.explain_kernels()
+        assert "by a CUDA graph" in span.explain_kernels().action, span.explain_kernels()
 
     @pytest.mark.parametrize("kind", ["int8", "int4"])
     def test_few_bits_lose_what_they_lose_on_a_cpu(self, kind: str, tmp_path: Path) -> None:

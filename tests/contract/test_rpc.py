@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
+import trio.testing
 
-from swarmd.net.api import Purpose
+from swarmd.errors import Unreachable
+from swarmd.net.api import Purpose, Stream
+from swarmd.net.outbound import Outbound
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.sim import SimStream
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Pong
 from swarmd.values import PeerId
@@ -64,4 +69,51 @@ async def test_what_is_sent_goes_over_the_channel_that_was_opened_last(pair: Pai
         with trio.fail_after(5):
             reply, _ = await back.call(Ping())
         assert isinstance(reply, Pong)
+        nursery.cancel_scope.cancel()
+
+
+async def test_after_a_send_that_was_stopped_midway_nothing_is_sent_that_would_be_taken_for_its_rest(
+    pair: Pair,
+) -> None:
+    """A stream is reset by who is stopped in the midst of a frame: whoever waited to send hears that it is gone."""
+    frame = bytes([1]) * 10_000_000  # no window and no kernel's buffer holds it
+    received: list[bytes] = []
+    ended = trio.Event()
+    may_read = trio.Event()
+
+    async def read_late(stream: Stream) -> None:
+        await may_read.wait()
+        try:
+            while data := await stream.receive():
+                received.append(data)
+        except Unreachable:
+            pass
+        ended.set()
+        await trio.sleep_forever()
+
+    async with pair() as (a, b), trio.open_nursery() as nursery:
+        b.set_handler("interactive", read_late)
+        stream = await a.open_stream(b.peer_id, "interactive")
+        if isinstance(stream, SimStream):
+            await stream.send(bytes(5_000_000))  # its window holds a frame whole, or none of it
+        channel = Channel(stream, "interactive", True, Outbound(str.encode))
+        stopped = trio.CancelScope()
+
+        async def send_what_nobody_reads() -> None:
+            with stopped:
+                await channel.send_raw(frame)
+
+        async def send_a_little() -> None:
+            with pytest.raises(Unreachable):
+                await channel.send_raw(bytes([2]))
+
+        nursery.start_soon(send_what_nobody_reads)
+        await trio.sleep(0.3)
+        nursery.start_soon(send_a_little)
+        await trio.testing.wait_all_tasks_blocked()
+        stopped.cancel()
+        with trio.fail_after(5):
+            may_read.set()
+            await ended.wait()
+        assert 2 not in b"".join(received)
         nursery.cancel_scope.cancel()

@@ -43,7 +43,7 @@ def swarm(*models: dict[str, Any]) -> dict[str, Any]:
     numbers = {"memory_gib": 15.6, "up_mbit": 20.0, "down_mbit": 100.0, "version": "0.2.0", "seen_at": 0}
     peer = {
         "peer": "12D3KooWabcdefgh",
-        "short": "abcdefgh",
+        "label": "abcdefgh (anna)",
         "is_here": True,
         "device": "cpu",
         "spans": spans,

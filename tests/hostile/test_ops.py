@@ -12,7 +12,8 @@ import torch
 from swarmd.compute.cache.handover import pack_state
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.compute.serving.incoming_state import KEPT_TIMES, PART_BYTES, IncomingState
-from swarmd.compute.serving.session import LEAST_KEPT_EDITS, HopSession
+from swarmd.compute.serving.op_check import LEAST_KEPT_EDITS
+from swarmd.compute.serving.session import HopSession
 from swarmd.compute.serving.worker import Worker
 from swarmd.errors import Refused
 from swarmd.plan.chains.client_turns import MOST_IMMEDIATE_S
@@ -79,8 +80,8 @@ def test_an_op_without_an_answer_ends_its_session_and_nothing_else(
     def answer() -> bytes:
         raise ValueError("frame too large")
 
-    monkeypatch.setattr(bench.scheduler._sessions[HOSTILE, 0], "answer", answer)
     bench.put(HOSTILE, torch.randn(ROWS, 1, 64), 0)
+    monkeypatch.setattr(bench.scheduler._queues.begun[HOSTILE, 0], "answer", answer)
     assert still_serves(bench)
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["session_lost"]
     assert bench.scheduler.handled == 4, "two openings and two ops"
@@ -114,7 +115,7 @@ def reordering(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch, *, settles: bo
     def reorder(rows: torch.Tensor) -> None:
         bench.now += REORDER_S
 
-    monkeypatch.setattr(bench.scheduler._sessions[HOSTILE, 0]._cache, "reorder", reorder)
+    monkeypatch.setattr(bench.scheduler._queues.sessions[HOSTILE, 0].state.cache, "reorder", reorder)
     monkeypatch.setattr(span, "on_block", lambda: signs.append(bench.now))
     for _ in range(20):
         bench.seq[HOSTILE] += 1
@@ -141,7 +142,7 @@ def test_edits_are_work_others_get_their_turn_between_and_there_are_signs_of_lif
     assert bench.now == pytest.approx(20 * REORDER_S)
     gaps = [after - before for before, after in zip([0.0, *signs], signs, strict=False)]
     assert max(gaps) <= REORDER_S + 1e-9
-    assert bench.scheduler._turns.served[HOSTILE] > bench.scheduler._turns.served[HONEST]
+    assert bench.scheduler._queues.turns.served[HOSTILE] > bench.scheduler._queues.turns.served[HONEST]
 
 
 def test_ops_that_are_refused_are_work_as_well(span: LoadedSpan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +167,7 @@ def test_ops_that_are_refused_are_work_as_well(span: LoadedSpan, monkeypatch: py
     assert bench.scheduler.handled == 23, "two openings and 21 ops"
     gaps = [after - before for before, after in zip([0.0, *signs], signs, strict=False)]
     assert max(gaps) <= REORDER_S + 1e-9
-    assert bench.scheduler._turns.served[HOSTILE] > 20 * REORDER_S
+    assert bench.scheduler._queues.turns.served[HOSTILE] > 20 * REORDER_S
 
 
 def test_edits_that_are_kept_for_replay_are_bounded(span: LoadedSpan) -> None:

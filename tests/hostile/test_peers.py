@@ -302,10 +302,10 @@ async def test_what_nobody_signs_for_is_counted_all_the_same(
 ) -> None:
     async with scene() as s:
         daemon = s.swarm.daemons[s.server][0]
-        daemon.books._file = tmp_path / "books.db"
+        daemon.books._database.file = tmp_path / "books.db"
         await s.attacker.open(s.server, receipts=receipts)
         await s.attacker.codes_for(s.server, *op(n_tokens=5))
         await s.attacker.send(s.server, messages.CloseSession(session=KEY))
         daemon.books.save()
         assert daemon.books.served()[s.attacker.identity.public_key] == 5 * 4, "tokens times blocks"
-        daemon.books._file = None
+        daemon.books._database.file = None

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from cryptography import x509
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net import direct
@@ -21,6 +22,14 @@ from swarmd.net.rpc import Channel
 from swarmd.protocol.membership.identity import Identity
 
 PSK = b"k" * 32
+
+
+def test_no_clock_has_a_part_in_a_certificate_that_is_pinned() -> None:
+    """Where one was a month behind, as after a boot without a battery, all sessions went over libp2p for good."""
+    _, raw = direct._server_context()
+    certificate = x509.load_der_x509_certificate(raw)
+    assert certificate.not_valid_before_utc.year == 1970
+    assert certificate.not_valid_after_utc.year == 9999
 
 
 class Pair:

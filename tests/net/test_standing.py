@@ -8,14 +8,14 @@ import pytest
 
 import swarmd.net.standing as standing_module
 from swarmd.net.standing import Standing
-from swarmd.plan.trust.standing import Fault
+from swarmd.plan.trust.standing import LONGEST_BAN_S, Fault
 from swarmd.values import PeerId
 
 A, B = PeerId("a"), PeerId("b")
 
 
 def save(standing: Standing) -> None:
-    standing._save_file()
+    standing.save()
 
 
 def test_what_is_held_against_a_peer_survives_a_restart_and_a_moment_does_not(tmp_path: Path) -> None:
@@ -68,8 +68,23 @@ def test_doing_well_ends_growing_waits_not_what_was_done() -> None:
     for _ in range(3):
         standing.leave_out(A, "silence")
         now += 1_000
-    assert standing.strikes(A) == 3
+    assert standing._histories[A].strikes == 3
     standing.fault(A, Fault.BAD_CHUNK, "lies")
     standing.did_well(A)
-    assert standing.strikes(A) == 0
+    assert standing._histories[A].strikes == 0
     assert standing.shunned() == [A]
+
+
+def test_no_ban_outlives_a_clock_that_was_wrong_when_it_was_written(tmp_path: Path) -> None:
+    """Written by a clock that was years ahead, a ban of a minute lasted for years."""
+    file = tmp_path / "standing.json"
+    clock = [1e9 + 5e8]
+    ahead = Standing(lambda: clock[0], file)
+    for _ in range(3):
+        ahead.fault(A, Fault.FORGED, "it lied")
+    save(ahead)
+    clock[0] = 1e9
+    right = Standing(lambda: clock[0], file)
+    assert 0 < right.ban_left_s(A) <= LONGEST_BAN_S
+    clock[0] += 10 * LONGEST_BAN_S
+    assert right.allows(A)

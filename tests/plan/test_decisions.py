@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from swarmd.errors import Code, ConfigError, NoRoute, Refused
 from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.codec import choose_codec
-from swarmd.plan.chains.memory import blocks_that_fit, tensor_bytes
+from swarmd.plan.chains.memory import blocks_that_fit, loaded_bits, tensor_bytes
 from swarmd.plan.chains.placement import (
     Holder,
     choose_move,
@@ -25,7 +25,7 @@ from swarmd.plan.chains.placement import (
     gap_chance,
     hazard_per_s,
 )
-from swarmd.plan.chains.routing import best_alternative, best_route, least_loaded_route, pass_s
+from swarmd.plan.chains.routing import RouteQuery, best_alternative, best_route, least_loaded_route, pass_s
 from swarmd.plan.chains.view import RecordBook, SwarmView, short_name
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity, Membership
@@ -50,19 +50,19 @@ def span(peer: str, start: int, end: int, speed: float = 100.0, sequence: int = 
 
 
 def test_route_takes_the_fastest_server() -> None:
-    route = best_route([span("slow", 0, 4, 10), span("fast", 0, 4, 1000)], Span(0, 4), ME, {})
+    route = best_route(RouteQuery([span("slow", 0, 4, 10), span("fast", 0, 4, 1000)], Span(0, 4), ME, {}))
     assert [h.peer for h in route.hops] == ["fast"]
     assert "compute 1.0 ms" in route.why[0]
 
 
 def test_route_prefers_one_near_hop_to_two_far_ones() -> None:
     trips = {("me", "a"): 0.001, ("me", "b"): 0.2, ("a", "b"): 0.2}
-    route = best_route([span("a", 0, 6, 50), span("b", 3, 6, 500)], Span(0, 6), ME, trips)
+    route = best_route(RouteQuery([span("a", 0, 6, 50), span("b", 3, 6, 500)], Span(0, 6), ME, trips))
     assert [str(h.span) for h in route.hops] == ["[0,6)"]
 
 
 def test_route_uses_part_of_a_span() -> None:
-    route = best_route([span("a", 0, 4), span("b", 2, 6)], Span(0, 6), ME, {})
+    route = best_route(RouteQuery([span("a", 0, 4), span("b", 2, 6)], Span(0, 6), ME, {}))
     assert [h.peer for h in route.hops] == ["a", "b"]
     assert route.hops[0].span.end == route.hops[1].span.start
 
@@ -70,7 +70,7 @@ def test_route_uses_part_of_a_span() -> None:
 def test_route_avoids_the_ineligible_and_names_missing_blocks() -> None:
     spans = [span("a", 0, 4), span("b", 2, 6)]
     with pytest.raises(NoRoute, match=r"blocks \[4,6\)") as caught:
-        best_route(spans, Span(0, 6), ME, {}, lambda s: s.peer != "b")
+        best_route(RouteQuery(spans, Span(0, 6), ME, {}, is_eligible=lambda s: s.peer != "b"))
     assert caught.value.missing == (Span(4, 6),)
 
 
@@ -92,7 +92,7 @@ def test_a_model_is_asked_in_the_dtype_in_which_it_is_served() -> None:
 
 def test_route_counts_the_trip_of_a_push_and_the_way_back_once() -> None:
     trips = {("me", "a"): 0.1, ("a", "b"): 0.2, ("me", "b"): 0.4}
-    route = best_route([span("a", 0, 2, 1e6), span("b", 2, 4, 1e6)], Span(0, 4), ME, trips)
+    route = best_route(RouteQuery([span("a", 0, 2, 1e6), span("b", 2, 4, 1e6)], Span(0, 4), ME, trips))
     assert route.cost_s == pytest.approx(0.1 + 0.2 + 0.4, abs=0.01)
     assert route.why[-1] == "back to the client: trip 400.0 ms"
 
@@ -100,13 +100,15 @@ def test_route_counts_the_trip_of_a_push_and_the_way_back_once() -> None:
 def test_route_leaves_a_busy_server_for_a_slower_idle_one() -> None:
     busy = span("busy", 0, 4, 100.0, n_decoding=15, batch_tokens_per_s={4: 200.0, 16: 300.0})
     assert pass_s(busy) == pytest.approx(16 / 300)
-    assert [h.peer for h in best_route([busy, span("idle", 0, 4, 50.0)], Span(0, 4), ME, {}).hops] == ["idle"]
+    assert [h.peer for h in best_route(RouteQuery([busy, span("idle", 0, 4, 50.0)], Span(0, 4), ME, {})).hops] == [
+        "idle"
+    ]
 
 
 def test_route_avoids_a_server_without_room() -> None:
     spans = [span("full", 0, 4, 1000.0, free_cache_tokens=10), span("free", 0, 4, 50.0)]
-    assert [h.peer for h in best_route(spans, Span(0, 4), ME, {}, n_tokens=100).hops] == ["free"]
-    assert [h.peer for h in best_route(spans[:1], Span(0, 4), ME, {}, n_tokens=100).hops] == ["full"]
+    assert [h.peer for h in best_route(RouteQuery(spans, Span(0, 4), ME, {}, cache_tokens=100)).hops] == ["free"]
+    assert [h.peer for h in best_route(RouteQuery(spans[:1], Span(0, 4), ME, {}, cache_tokens=100)).hops] == ["full"]
 
 
 def test_route_prefers_who_stays() -> None:
@@ -114,26 +116,28 @@ def test_route_prefers_who_stays() -> None:
     now = 1_000_000
     leaver = span("a", 0, 4, 110.0, leaves_at=now + 120)
     stayer = span("b", 0, 4, 100.0)
-    assert [h.peer for h in best_route([leaver, stayer], Span(0, 4), ME, {}, now=now).hops] == ["b"]
-    assert [h.peer for h in best_route([leaver, stayer], Span(0, 4), ME, {}, now=now - 3_600).hops] == ["a"]
-    assert [h.peer for h in best_route([leaver], Span(0, 4), ME, {}, now=now).hops] == ["a"], "it still serves"
+    assert [h.peer for h in best_route(RouteQuery([leaver, stayer], Span(0, 4), ME, {}, now=now)).hops] == ["b"]
+    assert [h.peer for h in best_route(RouteQuery([leaver, stayer], Span(0, 4), ME, {}, now=now - 3_600)).hops] == ["a"]
+    assert [h.peer for h in best_route(RouteQuery([leaver], Span(0, 4), ME, {}, now=now)).hops] == ["a"], (
+        "it still serves"
+    )
 
 
 def test_the_best_rejected_chain_does_without_one_of_the_chosen() -> None:
     spans = [span("a", 0, 4, 100), span("b", 0, 4, 90), span("c", 0, 4, 10)]
-    chosen = best_route(spans, Span(0, 4), ME, {})
-    rejected = best_alternative(chosen, spans, Span(0, 4), ME, {})
+    chosen = best_route(RouteQuery(spans, Span(0, 4), ME, {}))
+    rejected = best_alternative(chosen, RouteQuery(spans, Span(0, 4), ME, {}))
     assert rejected is not None
     assert [h.peer for h in rejected.hops] == ["b"]
     assert rejected.cost_s > chosen.cost_s
-    assert best_alternative(chosen, spans[:1], Span(0, 4), ME, {}) is None
+    assert best_alternative(chosen, RouteQuery(spans[:1], Span(0, 4), ME, {})) is None
 
 
 def test_batches_are_spread_in_proportion_to_speed() -> None:
     spans = [span("fast", 0, 4, prefill_tokens_per_s=300.0), span("slow", 0, 4, prefill_tokens_per_s=100.0)]
     counts: Counter[PeerId] = Counter()
     for _ in range(40):
-        (hop,) = least_loaded_route(spans, Span(0, 4), ME, {}, lambda _: True, 128, counts).hops
+        (hop,) = least_loaded_route(RouteQuery(spans, Span(0, 4), ME, {}), 128, counts).hops
         counts[hop.peer] += 1
     assert 28 <= counts[PeerId("fast")] <= 32
 
@@ -143,7 +147,7 @@ def test_chains_that_share_no_peer_work_side_by_side() -> None:
     counts: Counter[PeerId] = Counter()
     chains = []
     for _ in range(6):
-        hops = least_loaded_route(spans, Span(0, 4), ME, {}, lambda _: True, 128, counts).hops
+        hops = least_loaded_route(RouteQuery(spans, Span(0, 4), ME, {}), 128, counts).hops
         counts.update(hop.peer for hop in hops)
         chains.append("".join(hop.peer[0] for hop in hops))
     assert sorted(chains) == ["aa", "aa", "aa", "bb", "bb", "bb"]
@@ -157,7 +161,7 @@ def test_a_chain_is_never_dearer_than_any_other_way_through_the_same_servers() -
         ]
         names = ["me", *(s.peer for s in spans)]
         trips = {(a, b): rng.uniform(0.001, 0.1) for a in names for b in names if a < b}
-        found = best_route(spans, Span(0, 6), ME, trips).cost_s if any(s.end >= 6 for s in spans) else None
+        found = best_route(RouteQuery(spans, Span(0, 6), ME, trips)).cost_s if any(s.end >= 6 for s in spans) else None
         if found is None:
             continue
         assert found == pytest.approx(_exhaustive(spans, 0, "me", trips), rel=1e-9)
@@ -189,9 +193,9 @@ def test_a_route_covers_exactly_what_was_asked_for(servers: list[tuple[int, int,
     covered = {b for s in spans for b in range(s.start, s.end)}
     if covered != set(range(10)):
         with pytest.raises(NoRoute):
-            best_route(spans, Span(0, 10), ME, {})
+            best_route(RouteQuery(spans, Span(0, 10), ME, {}))
         return
-    route = best_route(spans, Span(0, 10), ME, {})
+    route = best_route(RouteQuery(spans, Span(0, 10), ME, {}))
     assert [h.span.start for h in route.hops] == [0, *(h.span.end for h in route.hops[:-1])]
     assert route.hops[-1].span.end == 10
     by_peer = {s.peer: s for s in spans}
@@ -299,7 +303,25 @@ def test_what_a_tensor_takes_in_memory_follows_dtype_and_bits() -> None:
     assert tensor_bytes((64, 32), "float32") == 2 * tensor_bytes((64, 32), "bfloat16") == 8_192
     assert tensor_bytes((64, 32), "bfloat16", "int8") == 64 * 32 * 8.25 / 8
     assert tensor_bytes((64, 32), "bfloat16", "nf4") == 64 * 32 * 4.5 / 8
-    assert tensor_bytes((32,), "bfloat16", "nf4") == 64, "norms stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "family", "kept"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", (64, 32), "llama", "int4"),
+        ("model.layers.0.input_layernorm.weight", (32,), "llama", "none"),
+        ("model.layers.0.mixer.A_log", (64, 16), "mamba", "none"),
+        ("model.layers.0.mlp.experts.7.up_proj.weight", (64, 32), "qwen3_moe", "none"),
+        ("model.layers.0.mlp.shared_experts.up_proj.weight", (64, 32), "deepseek_v3", "int4"),
+        ("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 32), "gpt_oss", "none"),
+        ("transformer.h.0.mlp.c_fc.weight", (32, 128), "gpt2", "none"),
+        ("model.layers.0.mlp.up_proj.weight", (64, 48), "llama", "int8"),
+    ],
+)
+def test_of_quantised_blocks_only_matrices_of_linear_layers_shrink(
+    name: str, shape: tuple[int, ...], family: str, kept: str
+) -> None:
+    assert loaded_bits(name, shape, "int4", family) == kept
 
 
 def test_cache_is_promised_once_and_shared_fairly() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from swarmd.errors import NoRoute
 from swarmd.plan.chains import routing
-from swarmd.plan.chains.routing import MANY, N_FOR_A_BLOCK, best_route, gather_trips, least_loaded_route
+from swarmd.plan.chains.routing import MANY, N_FOR_A_BLOCK, RouteQuery, best_route, gather_trips, least_loaded_route
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span
 
@@ -47,10 +47,10 @@ def test_the_chain_of_a_shortlist_is_as_good(seed: int, monkeypatch: pytest.Monk
         n_asked[0] += 1
         return not span.peer.endswith("7")
 
-    found = best_route(spans, ALL, ME, trips, eligible)
+    found = best_route(RouteQuery(spans, ALL, ME, trips, is_eligible=eligible))
     assert n_asked[0] < 3 * N_FOR_A_BLOCK * N_BLOCKS
     monkeypatch.setattr(routing, "MANY", len(spans))
-    exact = best_route(spans, ALL, ME, trips, eligible)
+    exact = best_route(RouteQuery(spans, ALL, ME, trips, is_eligible=eligible))
     assert exact.cost_s <= found.cost_s < 1.05 * exact.cost_s
     assert not any(hop.peer.endswith("7") for hop in found.hops)
 
@@ -58,11 +58,11 @@ def test_the_chain_of_a_shortlist_is_as_good(seed: int, monkeypatch: pytest.Monk
 def test_the_only_holder_of_a_block_is_found_among_thousands() -> None:
     spans = [s for s in servers(3 * MANY, 1) if not s.start <= 11 < s.end]
     with pytest.raises(NoRoute, match=r"holds blocks \[11,12\)"):
-        best_route(spans, ALL, ME, {})
+        best_route(RouteQuery(spans, ALL, ME, {}))
     only = next(s for s in servers(3 * MANY, 1) if s.start <= 11 < s.end)
-    route = best_route([*spans, only], ALL, ME, {})
+    route = best_route(RouteQuery([*spans, only], ALL, ME, {}))
     assert PeerId(only.peer) in {hop.peer for hop in route.hops}
-    route = least_loaded_route([*spans, only], ALL, ME, {}, lambda _: True, 64, {})
+    route = least_loaded_route(RouteQuery([*spans, only], ALL, ME, {}), 64, {})
     assert PeerId(only.peer) in {hop.peer for hop in route.hops}
 
 
@@ -72,11 +72,11 @@ def test_an_impossible_speed_does_not_draw_everybody() -> None:
     honest = [SpanRecord(peer=f"p{i}", start=0, end=4, decode_tokens_per_s=10_000.0, **common) for i in range(3)]
     liar = SpanRecord(peer="liar", start=0, end=4, decode_tokens_per_s=1e15, **common)
     far = {("me", "liar"): 0.1, **{("me", p.peer): 0.0999 for p in honest}}
-    route = best_route([*honest, liar], Span(0, 4), ME, far)
+    route = best_route(RouteQuery([*honest, liar], Span(0, 4), ME, far))
     assert route.hops[0].peer != "liar"
 
 
 def test_blocks_that_all_are_missing_are_named_once() -> None:
     with pytest.raises(NoRoute) as none:
-        best_route([], Span(0, 15), ME, {})
+        best_route(RouteQuery([], Span(0, 15), ME, {}))
     assert str(none.value) == "no live server holds blocks [0,15)"

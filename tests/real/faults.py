@@ -168,7 +168,7 @@ class Attacker:
         """A volunteer by number; -1 - i is whoever serves hop i now."""
         if victim >= 0:
             return self._volunteers[victim]
-        peer = self.session.chain_session.hops.links[-1 - victim].hop.peer
+        peer = self.session.chain_session.chain.links[-1 - victim].hop.peer
         return next(v for v in self._volunteers if v.process is not None and v.peer == peer)
 
     def _strike(self, blow: Blow, victims: list[Volunteer]) -> None:

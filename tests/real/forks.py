@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +38,7 @@ WORKER = (
 COMMANDS = (
     "swarmd_cli.main",
     "swarmd.client.blocking",
+    "swarmd.gateway.serving",
     "swarmd.client.tuning.fine_tuning",
     "swarmd.compute.runs.gradients",
     "transformers.models.qwen3.modeling_qwen3",
@@ -68,19 +69,22 @@ def server(*modules: str) -> str:
     return str(path)
 
 
+def start(
+    arguments: Sequence[str], out: int, errors: int, environment: Mapping[str, str]
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Start ``swarmd`` with some arguments; what it prints goes to these files."""
+    if IS_ON:
+        return ForkedProcess(server(*COMMANDS), "swarmd_cli.main", arguments, [out, errors], environment, outputs=2)
+    line = [sys.executable, "-m", "swarmd_cli.main", *arguments]
+    return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=environment)
+
+
 class Command:
     """``swarmd`` with some arguments, as a user of this machine runs it."""
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] = os.environ) -> None:
         self._out, self._error = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - closed by finish
-        if IS_ON:
-            files = [self._out.fileno(), self._error.fileno()]
-            self.process: ForkedProcess | subprocess.Popen[bytes] = ForkedProcess(
-                server(*COMMANDS), "swarmd_cli.main", arguments, files, environment, outputs=2
-            )
-        else:
-            line = [sys.executable, "-m", "swarmd_cli.main", *arguments]
-            self.process = subprocess.Popen(line, stdout=self._out, stderr=self._error, env=environment)
+        self.process = start(arguments, self._out.fileno(), self._error.fileno(), environment)
 
     def finish(self, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Wait for its end, and give what it printed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,18 +12,19 @@ from pathlib import Path
 
 import httpx
 
+from swarmd.node.worker.forkserver import ForkedProcess
+from tests.real import forks
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.smollm2 import smollm2
 
 RUNNING = 20  # requests at a time
-STARTED_WITHIN_S = 120.0  # torch and transformers are imported, on a busy machine
 
 
 @dataclass
 class RealGateway:
     """One gateway process and where it listens."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProcess | subprocess.Popen[bytes]
     url: str
     log: Path
 
@@ -41,33 +41,26 @@ class RealGateway:
 
 @contextmanager
 def real_gateway(home: Path, *options: str) -> Iterator[RealGateway]:
-    command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(home), "gateway"]
-    command += ["--listen", "127.0.0.1:0", *options]
+    arguments = ["--home", str(home), "gateway", "--listen", "127.0.0.1:0", *options]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = home / "gateway.log"
+    reads, writes = os.pipe()
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()  # it says so once it listens; or it ends, and says why
-        assert " is at " in line, line + log.read_text()
-        yield RealGateway(process, line.split(" is at ")[1].split()[0], log)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        process = forks.start(arguments, writes, errors.fileno(), environment)
+    os.close(writes)
+    with os.fdopen(reads) as printed:
+        try:
+            line = printed.readline()  # it says so once it listens; or it ends, and says why
+            assert " is at " in line, line + log.read_text()
+            yield RealGateway(process, line.split(" is at ")[1].split()[0], log)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(10)
+                except (subprocess.TimeoutExpired, TimeoutError):
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class LyingWorker(Worker):
         message = worker.decode(frame.header)
         if isinstance(message, HandOver) and self._lie == "a wrong cache migration":
             assert self._scheduler is not None
-            cache = self._scheduler._sessions[message.session, message.start]._cache.cache
+            cache = self._scheduler._queues.sessions[message.session, message.start].state.cache.cache
             for layer in cache.layers:
                 if getattr(layer, "values", None) is not None:
                     layer.values = layer.values * 1.5

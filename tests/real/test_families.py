@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,25 @@ def cases(vocabulary: int) -> list[dict[str, Any]]:
     return found
 
 
-def local_results(folder: Path, wanted: list[dict[str, Any]]) -> list[list[list[int]]]:
-    script = Path(__file__).parent / "local_reference.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], input=json.dumps(wanted), capture_output=True, text=True, check=True
-    )
-    return list(json.loads(done.stdout))
+Cases = list[dict[str, Any]]
+LocalResults = Callable[[Path, Cases], list[list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def local_results() -> Iterator[LocalResults]:
+    """One process for all families: most of its time is to import."""
+    command = [sys.executable, str(Path(__file__).parent / "local_reference.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(folder: Path, wanted: Cases) -> list[list[list[int]]]:
+            print(json.dumps([str(folder), wanted]), file=process.stdin, flush=True)
+            answer = process.stdout.readline()  # type: ignore[union-attr]  # it is a pipe
+            assert answer, "the local reference ended"
+            return list(json.loads(answer))
+
+        yield ask
 
 
 @dataclass
@@ -67,7 +80,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             yield Stage(family, folder, volunteers, client)
 
 
-def test_chain_of_three_equals_local(stage: Stage) -> None:
+def test_chain_of_three_equals_local(stage: Stage, local_results: LocalResults) -> None:
     wanted = cases(1024 if stage.family == "bundled" else 320)
     expected = local_results(stage.folder, wanted)
     model = stage.client.model("model")

@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 from swarmd.config import GatewayConfig
 from swarmd.gateway import serving
 from swarmd.gateway.address import read_url
+from tests.real import forks
 from tests.real.faults import revive
 from tests.real.gateways import RUNNING, RealGateway, real_gateway
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
@@ -45,8 +46,9 @@ QUESTIONS = (
     "Who wrote Hamlet?",
     "Say hello in Spanish.",
 )
-N_TOKENS = 48
+N_TOKENS = 24
 N_STREAMS = RUNNING  # while a server is killed
+N_STRUCK_TOKENS = 48  # of each of them: the first is not at its end when most have begun
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 200}},
@@ -164,7 +166,8 @@ def test_a_server_killed_in_the_middle_changes_no_answer(stage: Stage, expected:
 
     def one(number: int) -> tuple[str, str]:
         question = QUESTIONS[number % len(QUESTIONS)]
-        text, longest = stage.stream(question, strike, extra_body={"ignore_eos": True})  # else short ones end before
+        how = {"extra_body": {"ignore_eos": True}, "max_tokens": N_STRUCK_TOKENS}  # else short ones end before
+        text, longest = stage.stream(question, strike, **how)
         pauses.append(longest)
         return question, text
 
@@ -371,7 +374,7 @@ def test_killed_it_harms_nobody_and_told_to_end_it_ends(stage: Stage) -> None:
         gateway.process.send_signal(signal.SIGTERM)
         assert gateway.process.wait(8) == 0
     with real_gateway(stage.volunteers[2].home.folder) as gateway:
-        gateway.process.kill()
+        gateway.process.send_signal(signal.SIGKILL)
         gateway.process.wait()
     assert all(v.ask("status")["worker"]["pid"] for v in stage.volunteers)
 
@@ -395,22 +398,21 @@ def test_chat_in_a_terminal(stage: Stage, expected: dict[str, str], tmp_path: Pa
 
 
 def test_run_answers_with_the_template_and_continues_without(stage: Stage, expected: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "swarmd_cli.main", "--home", str(stage.volunteers[0].home.folder), "run", "smol"]
+    words = ["--home", str(stage.volunteers[0].home.folder), "run", "smol"]
+    until = ["--max-tokens", str(N_TOKENS)]
     asked = subprocess.run(
-        [*command, "--max-tokens", str(N_TOKENS)], input=QUESTIONS[0].encode(), capture_output=True, check=True
-    )
-    assert asked.stdout.decode().strip() == expected[QUESTIONS[0]].strip()
-    assert b"loading" not in asked.stderr, "the gateway that runs answers"
-    own = subprocess.run(
-        [*command, "--max-tokens", str(N_TOKENS), "--json"],
+        [sys.executable, "-m", "swarmd_cli.main", *words, *until],
         input=QUESTIONS[0].encode(),
         capture_output=True,
         check=True,
     )
-    assert b"loading" in own.stderr
+    assert asked.stdout.decode().strip() == expected[QUESTIONS[0]].strip()
+    assert b"loading" not in asked.stderr, "the gateway that runs answers"
+    own = forks.Command(*words, QUESTIONS[0], *until, "--json").finish()
+    assert "loading" in own.stderr
     assert json.loads(own.stdout)["text"].strip() == expected[QUESTIONS[0]].strip(), "a client of its own, the same"
-    raw = subprocess.run([*command, "Once upon a", "--raw", "--max-tokens", "4"], capture_output=True, check=True)
-    assert raw.stdout.decode().startswith("Once upon a")
+    raw = forks.Command(*words, "Once upon a", "--raw", "--max-tokens", "4").finish()
+    assert raw.stdout.startswith("Once upon a"), raw.stderr
 
 
 def test_the_daemon_keeps_a_gateway_running(tmp_path: Path) -> None:

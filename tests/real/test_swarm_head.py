@@ -111,5 +111,5 @@ def test_a_head_that_lies_is_found_by_the_first_user(stage: tuple[LocalSwarm, li
         statistics = model.last_session.statistics
         assert [(peer, "logits that are off by" in reason) for peer, reason in statistics.blamed] == [(liar.peer, True)]
         assert liar.peer[-8:] in statistics.doubts[0].hop
-        assert liar.peer not in {link.hop.peer for link in model.last_session.chain_session.hops.links}
+        assert liar.peer not in {link.hop.peer for link in model.last_session.chain_session.chain.links}
     liar.stop()

@@ -24,6 +24,7 @@ from swarmd.daemon import Daemon, DaemonServices, LocalMember
 from swarmd.net.exchange import Exchange
 from swarmd.net.sim import SimRecordStore, SimWorld
 from swarmd.node.worker.worker_link import WorkerLost, WorkerProcess
+from swarmd.plan.owner.restarts import WorkerEnd
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
@@ -157,10 +158,10 @@ class SimWorker:
                     yield answer
             yield messages.encode_frame(Tick(handled=1 + (self._scheduler.handled if self._scheduler else 0)))
 
-    def kill(self) -> int:
+    def kill(self) -> WorkerEnd:
         self._is_dead = True
         self._wake()
-        return -signal.SIGKILL
+        return WorkerEnd(-signal.SIGKILL, is_memory_short=False)
 
     def stop(self) -> None:
         """As SIGSTOP: it takes what comes and says nothing any more."""
@@ -199,11 +200,18 @@ class SimSwarm:
         return {peer: self.daemons[peer][0].network.addresses() for peer in chosen}
 
     async def add(
-        self, span: Span, is_fixed: bool = True, understands: Understanding = OURS, hosted: tuple[Serve, ...] = ()
+        self,
+        span: Span,
+        is_fixed: bool = True,
+        understands: Understanding = OURS,
+        hosted: tuple[Serve, ...] = (),
+        wall_clock: Callable[[], float] | None = None,
+        name: str = "",
     ) -> PeerId:
+        wall_clock = wall_clock or self.wall_clock
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
-        exchange = Exchange(self.keys, self.wall_clock)
+        exchange = Exchange(self.keys, wall_clock)
         exchange.merge_catalog_untrusted(self.catalog)
         step_s = self.rng.uniform(0.002, 0.02)
 
@@ -214,10 +222,10 @@ class SimSwarm:
         blocks = f"{span.start}:{span.end}" if is_fixed else "auto"
         config = Config(blocks=blocks, model="toy", cache_tokens=10**6, hosted=hosted)
         folders = {self.model: self.folder}
-        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap())
+        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap(), name=name)
         records = SimRecordStore(self.world, identity.peer_id)
         rng = random.Random(self.rng.random())
-        world = DaemonServices(network, records, self.wall_clock, rng, start_worker, understands)
+        world = DaemonServices(network, records, wall_clock, rng, start_worker, understands)
         daemon = Daemon(member, config, world, exchange)
         scope = trio.CancelScope()
 
@@ -257,11 +265,11 @@ class SimSwarm:
         counts = self.coverage()
         return all(counts[block] >= 2 for block in range(span.start, span.end))
 
-    async def client(self) -> AsyncSwarm:
+    async def client(self, wall_clock: Callable[[], float] | None = None) -> AsyncSwarm:
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
         membership = ClientMembership(self.keys, identity, certificate, self._bootstrap(), {}, NOWHERE)
-        swarm = AsyncSwarm(membership, network, self.wall_clock)
+        swarm = AsyncSwarm(membership, network, wall_clock or self.wall_clock)
         self._nursery.start_soon(network.run)
         await self._nursery.start(swarm.run)
         return swarm

@@ -9,6 +9,7 @@ import trio.testing
 
 from swarmd.client.links.ops import StepInput
 from swarmd.net.sim import INDEX
+from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import RECORD_LIFETIME_S
 from swarmd.values import Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
@@ -114,6 +115,31 @@ async def test_a_peer_that_was_cut_off_finds_the_swarm_again(virtual_time: trio.
             while not swarm.views_agree():
                 await trio.sleep(0.5)
             assert trio.current_time() - healed_at < 60
+            nursery.cancel_scope.cancel()
+
+
+async def test_who_is_alone_says_so_and_meets_others_where_its_owner_says_they_are(
+    virtual_time: trio.testing.MockClock,
+) -> None:
+    with trio.fail_after(600):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 4, seed=2)
+            here = await swarm.add(Span(0, 4))
+            daemon = swarm.daemons.pop(here)[0]
+            there = await swarm.add(Span(0, 4))  # it knows no address
+            for peer in (here, there):
+                swarm.world.cut(peer, INDEX)
+            await trio.sleep(100)
+            alone = daemon.directory.snapshot()
+            assert alone.alone_s is not None
+            assert 90 < alone.alone_s <= 100
+            assert (alone.is_indexed, alone.index) == (None, "nobody else is there who could keep a record")
+            nowhere = Identity(bytes(32)).peer_id
+            answered = await daemon.directory.meet({there: ("where it is",), nowhere: ("nowhere",), here: ("here",)})
+            assert answered == (there,)
+            while set(daemon.directory.view().peers) != {here, there}:
+                await trio.sleep(0.5)
+            assert daemon.directory.snapshot().alone_s is None
             nursery.cancel_scope.cancel()
 
 

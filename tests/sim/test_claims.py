@@ -86,7 +86,7 @@ class World:
         clock = lambda: 10_000 + trio.current_time()  # noqa: E731
         services = BalancerServices(
             view=self.view,
-            wall_clock=clock,
+            steady_clock=clock,
             rng=self.rng,
             interval_s=LOOK_S,
             turnover=Turnover(clock),

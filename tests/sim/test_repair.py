@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from swarmd.client.sessions.session import ChainSession
 from swarmd.node.worker.worker_link import CHECK_INTERVAL_S, STALL_S
-from swarmd.plan.chains.session import SUSPECT_AFTER_S
+from swarmd.plan.chains.watch import SUSPECT_AFTER_S
 from swarmd.values import PeerId
 from tests.sim.chain import generation
 from tests.sim.swarm import SimSwarm

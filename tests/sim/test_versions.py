@@ -29,7 +29,7 @@ async def test_what_is_new_is_used_with_those_who_announce_it(virtual_time: Mock
         async with trio.open_nursery() as nursery:
             swarm = SimSwarm(nursery, 4, seed=3)
             old = await swarm.add(Span(0, 4), understands=OLD)
-            new = await swarm.add(Span(0, 4), understands=LATER)
+            new = await swarm.add(Span(0, 4), understands=LATER, name="anna")
             while min(swarm.coverage()) < 2:
                 await trio.sleep(0.5)
             client = await swarm.client()
@@ -38,9 +38,10 @@ async def test_what_is_new_is_used_with_those_who_announce_it(virtual_time: Mock
                 await client.refresh()
             announced = {peer: understanding_of(record) for peer, record in client.view().peers.items()}
             assert announced == {old: OLD, new: LATER}
+            assert [client.view().peers[peer].name for peer in (old, new)] == ["", "anna"]
             for _ in range(4):
                 session = await client.open_session(replace(swarm.terms(100), **changes))
-                assert {link.hop.peer for link in session.hops.links} == {new}
+                assert {link.hop.peer for link in session.chain.links} == {new}
                 hidden = torch.ones(1, 1, HIDDEN)
                 out = await session.step(StepInput(hidden, torch.zeros(1, 1, dtype=torch.int32)))
                 assert out is not None
@@ -50,7 +51,7 @@ async def test_what_is_new_is_used_with_those_who_announce_it(virtual_time: Mock
             with pytest.raises(SwarmError):
                 await client.open_session(replace(swarm.terms(100), **changes))
             plain = await client.open_session(swarm.terms(100))
-            assert {link.hop.peer for link in plain.hops.links} == {old}, "what all know goes everywhere"
+            assert {link.hop.peer for link in plain.chain.links} == {old}, "what all know goes everywhere"
             nursery.cancel_scope.cancel()
 
 

@@ -96,7 +96,7 @@ async def test_averages_that_are_gone_are_not_waited_for(
         await world.until(world.epoch + 1, among=others)
         world.heal()
         for member in others:
-            member.trainer.pause("its owner wants it")
+            member.trainer.idleness.pause("its owner wants it")
         with trio.fail_after(20):
             while late.trainer.state is None or late.trainer.state.epoch < world.epoch:
                 await trio.sleep(0.1)
@@ -136,7 +136,7 @@ async def test_who_pauses_leads_nobody(virtual_time: MockClock) -> None:
     async with training(seed=12) as world:
         await world.until(6)
         usual_s = np.mean(await world.pace())
-        world.trainers()[0].trainer.pause("paused here")
+        world.trainers()[0].trainer.idleness.pause("paused here")
         await world.until(world.epoch + 2)
         assert np.mean(await world.pace()) < 2 * usual_s
 

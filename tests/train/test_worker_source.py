@@ -13,6 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from swarmd.plan.owner.restarts import WorkerEnd
 from swarmd.protocol.fields import Message
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.models import manifest
@@ -57,9 +58,9 @@ class Process:
         async for data in self._receive:
             yield data
 
-    def kill(self) -> int:
+    def kill(self) -> WorkerEnd:
         self._send.close()
-        return -signal.SIGKILL
+        return WorkerEnd(-signal.SIGKILL)
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ async def test_a_worker_that_is_killed_from_outside_is_started_again_each_time(s
     killed = source(lambda request: None)
     await killed.open()
     for _ in range(5):
-        with pytest.raises(SourceLost, match="it ended"):
+        with pytest.raises(SourceLost, match="killed, by somebody or by the system for want of memory"):
             await killed.compute(0, 2, True, None)
 
 
@@ -129,10 +130,10 @@ async def test_a_member_whose_worker_breaks_stops_and_the_others_go_on(virtual_t
         broken.source.compute = breaks  # type: ignore[method-assign]
         await world.until(world.epoch + 3, within_s=100, among=world.trainers()[1:])
         said = broken.trainer.record()
-        assert "it ended twice. Nothing is computed here until: swarmd train resume" in broken.trainer.why_idle()
+        assert "it ended twice. Nothing is computed here until: swarmd train resume" in broken.trainer.idleness.why()
         assert said["samples_per_s"] == 0.0
         broken.source.compute = compute  # type: ignore[method-assign]
-        broken.trainer.pause("")
+        broken.trainer.idleness.pause("")
         here = world.epoch
         await world.until(here + 3, within_s=100)
         assert any(broken.peer in peers for peers in world.contributors(world.epoch - here))

@@ -158,10 +158,10 @@ class Member:
     def admit(self, peer: PeerId, hello: Hello) -> None: ...
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
-        await self.trainer.handle(channel, message, frame)
+        await self.trainer.inbox.handle(channel, message, frame)
 
     def gone(self, peer: PeerId, purpose: str) -> None:
-        self.trainer.gone(peer)
+        self.trainer.inbox.gone(peer)
 
 
 class TrainingWorld:

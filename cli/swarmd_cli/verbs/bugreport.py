@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from swarmd.printable import clean_text
 from swarmd_cli.context import ask_json, home
 
 VERBS = ("status", "peers", "sessions", "models", "downloads", "why", "train")
@@ -42,7 +43,7 @@ def bugreport(out: Out = None) -> None:
         getpass.getuser(): "[user]",
     }
     redact = make_redactor(read_secrets(folder), names)
-    texts = {name: redact(text) for name, text in _gather_texts(folder).items()}
+    texts = {name: clean_text(redact(text)) for name, text in _gather_texts(folder).items()}
     try:
         with tarfile.open(path, "x:gz") as tar:
             for name, text in texts.items():
@@ -74,7 +75,10 @@ def _gather_texts(folder: Path) -> dict[str, str]:
 
 
 def _ask_as_text(verb: str) -> str:
-    return json.dumps(ask_json(verb), indent=1)
+    answer = ask_json(verb)
+    for row in (answer, *answer.get("peers", ())):
+        row.pop("name", None)  # what members are called, this one too
+    return json.dumps(answer, indent=1)
 
 
 def _text_or_error(text: Callable[[], str]) -> str:

@@ -23,6 +23,7 @@ from swarmd_cli.gateway_client import (
     require_listed,
 )
 from swarmd_cli.preflight import require_answers
+from swarmd_cli.terminal import show_answer, show_dim
 
 if TYPE_CHECKING:
     from swarmd.status import ChainRow
@@ -196,7 +197,7 @@ class Conversation:
                         part = (choice.delta and choice.delta.content) or ""
                         first_s = first_s or (time.monotonic() - began_at if part else 0.0)
                         text += part
-                        print(part, end="", flush=True)
+                        show_answer(part)
         except KeyboardInterrupt:
             print(" (stopped)", end="")
         except SwarmError as error:
@@ -218,7 +219,7 @@ class Conversation:
         hops = count(len(self.chain), "hop")
         summary = f"{count(n_tokens, 'token')}{speed}, the first after {first_s:.2f} s, through {hops}"
         summary = "\n".join([summary, *describe_answer(last_event.swarmd)])
-        print(f"\033[2m{summary}\033[0m" if sys.stdout.isatty() else summary, file=sys.stderr)
+        show_dim(summary)
 
 
 def _describe_chain(chain: ChainRow) -> str:

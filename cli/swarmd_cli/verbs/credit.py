@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import format_size, home, membership, print_json, print_table
+from swarmd.names import label_member
+from swarmd_cli.context import find_names, format_size, home, membership, print_json
 from swarmd_cli.curve import EIGHTHS
+from swarmd_cli.terminal import print_table
 from swarmd_cli.verbs.look import Json
 
 DAYS = 30  # that are drawn, one column each
@@ -67,8 +69,9 @@ def credit(
     if n_checked is not None:
         print(f"{n_checked} bills, all signed by both sides", file=sys.stderr)
     partner_rows = []
+    names = find_names()
     for account in accounts:
-        sponsor = _format_sponsor(account.voucher, account.peers)
+        sponsor = _format_sponsor(account.voucher, account.peers, names)
         age = _format_age(now_s - account.last_at)
         partner_rows.append([sponsor, f"{account.gave:,}", f"{account.took:,}", str(account.n_sessions), age])
     print_table(f"Tokens x blocks of the last {days} days", ["with", "gave", "took", "sessions", "last"], partner_rows)
@@ -107,9 +110,9 @@ def draw_sparkline(values: Sequence[int]) -> str:
     return "".join(EIGHTHS[-(-8 * value // largest)] for value in values)  # rounded up: what is not 0 is seen
 
 
-def _format_sponsor(voucher: bytes, peers: Sequence[str]) -> str:
-    names = ", ".join(peer[-8:] for peer in peers)
-    return f"invite {voucher.hex()[:8]}" + (f" ({names})" if names else "")
+def _format_sponsor(voucher: bytes, peers: Sequence[str], names: Mapping[str, str]) -> str:
+    guests = ", ".join(label_member(peer, names) for peer in peers)
+    return f"invite {voucher.hex()[:8]}" + (f": {guests}" if guests else "")
 
 
 def _format_age(seconds: int) -> str:

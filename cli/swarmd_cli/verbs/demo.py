@@ -14,10 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from swarmd.errors import DaemonNotRunning, SwarmUnavailable
 from swarmd.home.founder import Founder
@@ -30,6 +29,10 @@ from swarmd.protocol.membership.identity import Identity
 from swarmd.status import DaemonStatus
 from swarmd_cli.context import Answer, read_answer
 from swarmd_cli.gateway_client import open_gateway
+from swarmd_cli.terminal import make_console, show_waiting, styled, text_column
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SPANS = ((0, 4), (1, 5), (2, 6))
 CHAIN = ((0, 0, 2), (1, 2, 4), (2, 4, 6))
@@ -128,12 +131,12 @@ class Volunteers:
 
 def run_demo(max_tokens: int, seed: int) -> int:
     """Run the demo; returns 0 when the tokens equal an uninterrupted local run."""
-    console = Console(highlight=False)
-    console.print("[bold]A private swarm of three volunteers on this machine[/bold]")
+    console = make_console(highlight=False)
+    console.print(styled(("A private swarm of three volunteers on this machine", "bold")))
     with tempfile.TemporaryDirectory(prefix="swarmd-demo-") as folder, Volunteers(Path(folder)) as volunteers:
-        with console.status("starting three daemons and their workers ...") as status:
+        with show_waiting(console, "starting three daemons and their workers ...") as change_text:
             Founder(volunteers.homes[0]).found("demo")
-            _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
+            _assemble(volunteers, lambda stage: change_text(f"getting ready\n  {stage}"))
         for name, (start, end), process in zip(NAMES, SPANS, volunteers.processes, strict=True):
             served = f"serves {_draw_span(start, end)}  blocks [{start},{end})"
             console.print(f"  {name:8} process {process.pid:<7} {served}")
@@ -146,7 +149,7 @@ def run_chat(source: Path) -> int:
     from swarmd_cli.context import set_home
     from swarmd_cli.verbs import chat, models
 
-    console = Console(highlight=False)
+    console = make_console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="swarmd-chat-") as folder:
         home = Home(Path(folder) / NAMES[0].lower())
         Founder(home).found("chat")
@@ -160,8 +163,9 @@ def run_chat(source: Path) -> int:
         last = (n // 3, n)
         spans = (first, middle, last)
         with Volunteers(Path(folder), "chat", spans) as volunteers:
-            with console.status("starting three daemons, which fetch their parts from each other ...") as status:
-                _assemble(volunteers, lambda stage: status.update(f"getting ready\n  {stage}"))
+            text = "starting three daemons, which fetch their parts from each other ..."
+            with show_waiting(console, text) as change_text:
+                _assemble(volunteers, lambda stage: change_text(f"getting ready\n  {stage}"))
             for name, (start, end), process in zip(NAMES, spans, volunteers.processes, strict=True):
                 served = f"serves blocks [{start},{end})"
                 console.print(f"  {name:8} process {process.pid:<7} {served}  (kill -9 one of them)")
@@ -228,7 +232,7 @@ def _generate(
         model = swarm.model("demo", chain=tuple(hops))
         tokenizer = swarm.tokenizer("demo")
         inputs = tokenizer(PROMPT, return_tensors="pt")
-        description = TextColumn("{task.description}")
+        description = text_column("{task.description}")
         with Progress(description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task("generating", total=max_tokens)
             times: list[float] = []
@@ -239,7 +243,8 @@ def _generate(
                     progress.update(task, completed=max(0, len(times) - 1))
                     if len(times) == max_tokens // 2:
                         os.kill(volunteers.processes[VICTIM].pid, signal.SIGKILL)
-                        progress.console.print(f"  [red]kill -9[/red] {NAMES[VICTIM]}, at token {len(times) - 1}")
+                        victim = f" {NAMES[VICTIM]}, at token {len(times) - 1}"
+                        progress.console.print(styled("  ", ("kill -9", "red"), victim))
 
                 def end(self) -> None: ...
 
@@ -264,7 +269,7 @@ def _generate(
 
 def _print_report(console: Console, result: dict[str, Any]) -> int:
     repairs = result["repairs"]
-    console.print(f"\n[italic]{result['text']}[/italic]\n")
+    console.print(styled("\n", (result["text"], "italic"), "\n"))
     chain_before = repairs[0].chain_before if repairs else result["chain_after"]
     console.print(f"chain before  {_draw_chain(chain_before, result['names'])}")
     console.print(f"chain after   {_draw_chain(result['chain_after'], result['names'])}")
@@ -273,8 +278,8 @@ def _print_report(console: Console, result: dict[str, Any]) -> int:
     console.print(f"longest stall {1000 * result['longest_gap_s']:.0f} ms, while the chain was repaired")
     for repair in repairs:
         console.print(f"what happened {repair.reason}; {repair.replayed_tokens} tokens replayed by the hop before it")
-    verdict = "[green]equal[/green]" if result["is_equal"] else "[red]DIFFER from[/red]"
-    console.print(f"the tokens    {verdict} those of an uninterrupted local run")
+    verdict = ("equal", "green") if result["is_equal"] else ("DIFFER from", "red")
+    console.print(styled("the tokens    ", verdict, " those of an uninterrupted local run"))
     return 0 if result["is_equal"] and repairs else 1
 
 

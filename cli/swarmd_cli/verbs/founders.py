@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmd_cli.context import founder, membership, print_json, print_table, reload_daemon
+from swarmd_cli.context import founder, membership, print_json, reload_daemon
+from swarmd_cli.terminal import print_table
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from swarmd.importing import importing
-from swarmd_cli.context import home, membership, print_json, print_table
+from swarmd_cli.context import home, membership, print_json
 from swarmd_cli.preflight import require_answers
+from swarmd_cli.terminal import print_table
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -35,9 +36,10 @@ def gateway(
     import logging
     import os
 
-    from swarmd import config
+    from swarmd import config, logs
     from swarmd.gateway.keys import Keys
     from swarmd.gateway.listening import open_listener
+    from swarmd.resources import count_processors
 
     membership().swarm()
     settings = config.load(home().folder).check().gateway
@@ -54,9 +56,10 @@ def gateway(
 
         from swarmd.gateway.serving import serve
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
+    logs.configure_child("%(asctime)s %(levelname).1s %(message)s", logging.INFO)
     logging.getLogger("libp2p").setLevel(logging.ERROR)
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the rest is for a worker that serves here
+    n_threads = min(torch.get_num_threads(), count_processors())
+    torch.set_num_threads(max(1, n_threads // 2))  # the rest is for a worker that serves here
 
     def ready(url: str) -> None:
         print(f"The gateway is at {url} (OpenAI's clients: base URL {url}/v1)", flush=True)

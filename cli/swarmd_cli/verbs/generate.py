@@ -26,6 +26,7 @@ from swarmd_cli.gateway_client import (
     require_listed,
 )
 from swarmd_cli.preflight import require_answers
+from swarmd_cli.terminal import show_answer
 
 T = TypeVar("T")
 
@@ -148,7 +149,7 @@ def _ask_gateway(
             for choice in event.choices:
                 delta = choice.delta or TextDelta(choice.text)
                 part = delta.content or delta.reasoning_content or ""
-                print(part, end="", flush=True)
+                show_answer(part)
                 has_begun = has_begun or bool(part)
     except SwarmError as error:
         if has_begun:
@@ -195,7 +196,12 @@ def _generate_here(swarm: Any, model: Any, task: _Task, as_json: bool) -> None:
     sampling: dict[str, Any] = {"do_sample": False}
     if task.temperature > 0:
         sampling = {"do_sample": True, "temperature": task.temperature}
-    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
+
+    class AnswerStreamer(TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            show_answer(text, "\n" if stream_end else "")
+
+    streamer = None if as_json else AnswerStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True)
     began_at = time.perf_counter()
     ending = end_options(model.generation_config.eos_token_id, tokenizer.eos_token_id, ends)
     ids = model.generate(**inputs, max_new_tokens=task.max_tokens, streamer=streamer, **ending, **sampling)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import structs
 
+from swarmd.names import label_ids, label_member
 from swarmd.values import count
 from swarmd_cli.context import (
     ask,
     ask_json,
+    find_names,
     format_duration,
     format_number,
     format_percent,
@@ -23,12 +25,12 @@ from swarmd_cli.context import (
     is_running,
     membership,
     print_json,
-    print_table,
     read_answer,
 )
+from swarmd_cli.terminal import print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from swarmd.member_status import PeerRow, SpanRow
     from swarmd.status import (
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         ReachStatus,
         SessionRow,
         StandingRow,
+        WhyAnswer,
     )
 
 Json = Annotated[bool, typer.Option("--json", help='Print JSON with "schema": 1.')]
@@ -62,7 +65,7 @@ def status(as_json: Json = False) -> None:
     daemon_status = read_answer(DaemonStatus, body)
     rows = [
         ["swarm", f"{daemon_status.swarm}, {count(daemon_status.members, 'member')} known"],
-        ["this peer", daemon_status.peer],
+        ["this peer", _full_label(daemon_status.peer, daemon_status.name)],
         ["addresses", "\n".join(daemon_status.addresses) or "none: not listening"],
         *([["reachable", reach_text(daemon_status.reach)]] if daemon_status.reach else []),
         ["up for", f"{daemon_status.uptime_s:.0f} s, {daemon_status.memory_mib:.0f} MiB"],
@@ -83,7 +86,12 @@ def status(as_json: Json = False) -> None:
         rows.append(["fetching", download_line(download)])
     for model in merge_names(daemon_status.models):
         rows.append([f"model {model.name}", model.help or _missing_text(model) or _safety_text(model)])
-    print_table("Status", ["", ""], rows)
+    names = find_names()
+    print_table("Status", ["", ""], [[title, label_ids(text, names)] for title, text in rows])
+
+
+def _full_label(peer: str, name: str) -> str:
+    return f"{peer} ({name})" if name else peer
 
 
 def merge_names(listed: Iterable[ModelRow]) -> list[ModelRow]:
@@ -128,10 +136,11 @@ def _hosting_rows(hosting: HostingStatus) -> list[list[str]]:
     tuning = hosting.tuning
     if serving is None or worker is None or server is None or tuning is None:
         return [["serving", f"nothing now ({hosting.wanted} is wanted); {hosting.state}: {hosting.why}"]]
+    last_end = f"; the last because {worker.last_end}" if worker.last_end else ""
     rows = [
         ["serving", f"{serving.name} blocks {span_text(serving.blocks)}: {serving.why}"],
         ["state", f"{hosting.state}: {hosting.why}"],
-        ["worker", f"{worker.state}: {worker.why} (restarts: {worker.restarts})"],
+        ["worker", f"{worker.state}: {worker.why} (restarts: {worker.restarts}{last_end})"],
     ]
     if worker.batching:
         rows += [["batching", worker.batching], ["kernels", worker.kernels or ""]]
@@ -190,7 +199,7 @@ def _peer_lines(peer: PeerRow) -> str:
     distance = "this one"
     if not peer.is_self:
         distance = f"{format_number(peer.round_trip_ms, ' ms')} away{_way_text(peer)}"
-    lines = [f"{peer.peer}  ({distance})"]
+    lines = [f"{_full_label(peer.peer, peer.name)}  ({distance})"]
     lines += [f"  serves {_served_text(span)}" for span in peer.spans]
     if not peer.spans:
         lines.append("  serves nothing")
@@ -242,14 +251,15 @@ def ps(as_json: Json = False) -> None:
     if as_json:
         print_json(body)
         return
+    names = find_names()
     rows = [
         [
             session.session,
-            session.client[-8:],
+            label_member(session.client, names),
             span_text(session.blocks),
             f"{session.finished}/{session.received}",
             str(session.epoch),
-            session.why,
+            label_ids(session.why, names),
         ]
         for session in read_answer(SessionsAnswer, body).sessions
     ]
@@ -295,51 +305,58 @@ def why(
         print_json(body)
         return
     reasons = read_answer(WhyAnswer, body)
+    names = find_names()
+    for line in _explain(reasons, what):
+        print(label_ids(line, names))
+
+
+def _explain(reasons: WhyAnswer, what: str) -> Iterator[str]:
+    """Write what ``why`` says, line by line; members by the ends of their ids."""
     if what and not reasons.chains:
-        _print_sessions(reasons.sessions)
+        yield from _describe_sessions(reasons.sessions)
         return
     for hosting in reasons.hosting:
         serving = hosting.serving
         named = f"{serving.name} {span_text(serving.blocks)}" if serving else hosting.wanted
-        print(f"{named}: {hosting.state}: {hosting.why}")
+        yield f"{named}: {hosting.state}: {hosting.why}"
         if serving:
-            print(f"  placement: {serving.why}")
+            yield f"  placement: {serving.why}"
         if hosting.worker:
-            print(f"  worker:    {hosting.worker.why}")
-        print(f"  balance:   {hosting.balance.last_look}")
+            yield f"  worker:    {hosting.worker.why}"
+        yield f"  balance:   {hosting.balance.last_look}"
     if not reasons.hosting:
-        print(f"placement: {reasons.placement}")
+        yield f"placement: {reasons.placement}"
     for peer, standing in reasons.standing.items():
-        print(f"{peer[-8:]} is left out: {standing_text(standing)}")
+        yield f"{peer[-8:]} is left out: {standing_text(standing)}"
     for probe in reasons.probes:
-        print(f"{probe.peer[-8:]} was probed: {'right' if probe.is_right else 'WRONG'}: {probe.why}")
-    _print_sessions(reasons.sessions)
+        yield f"{probe.peer[-8:]} was probed: {'right' if probe.is_right else 'WRONG'}: {probe.why}"
+    yield from _describe_sessions(reasons.sessions)
     for name, chain in reasons.chains.items():
-        _print_chain(name, chain)
+        yield from _describe_chain(name, chain)
 
 
-def _print_chain(name: str, chain: ChainRow) -> None:
+def _describe_chain(name: str, chain: ChainRow) -> Iterator[str]:
     if chain.cost_ms is None:
-        print(f"chain for {name}: none: {chain.error}")
+        yield f"chain for {name}: none: {chain.error}"
         return
-    print(f"chain for {name}: about {chain.cost_ms} ms a token")
+    yield f"chain for {name}: about {chain.cost_ms} ms a token"
     for hop in chain.hops:
-        print(f"  {hop}")
+        yield f"  {hop}"
     readers = ", ".join(peer[-8:] for peer in chain.readers)
-    print(f"  can read the text: {readers}, and whoever is asked to check them (only some: swarmd run --only)")
+    yield f"  can read the text: {readers}, and whoever is asked to check them (only some: swarmd run --only)"
     if chain.rejected:
-        print(f"best rejected chain: about {chain.rejected.cost_ms} ms a token")
+        yield f"best rejected chain: about {chain.rejected.cost_ms} ms a token"
         for hop in chain.rejected.hops:
-            print(f"  {hop}")
+            yield f"  {hop}"
 
 
-def _print_sessions(sessions: Iterable[SessionRow]) -> None:
+def _describe_sessions(sessions: Iterable[SessionRow]) -> Iterator[str]:
     for session in sessions:
-        print(f"session {session.session} {span_text(session.blocks)}: {session.why}")
+        yield f"session {session.session} {span_text(session.blocks)}: {session.why}"
         for hop in session.times:
             place = " (here)" if hop.start == session.blocks[0] else ""
             times = f"{hop.computing_ms:.1f} ms are computing, {hop.waiting_ms:.1f} waiting"
-            print(f"  of a pass at the hop from block {hop.start}{place}, {times}")
+            yield f"  of a pass at the hop from block {hop.start}{place}, {times}"
 
 
 def update_check() -> None:
@@ -365,7 +382,8 @@ def doctor(as_json: Json = False) -> None:
         print_json({"checks": listed})
     else:
         marks = {True: "ok", False: "!!", None: "?"}
-        rows = [[marks[is_fine], check, detail] for check, is_fine, detail in checks]
+        names = find_names()
+        rows = [[marks[is_fine], check, label_ids(detail, names)] for check, is_fine, detail in checks]
         print_table("Doctor", ["", "check", "detail"], rows)
     if any(is_fine is False for _, is_fine, _ in checks):
         raise typer.Exit(1)
@@ -408,10 +426,16 @@ def _check_folder(folder: Path) -> tuple[str, bool | None, str]:
     return "state folder", True, str(folder)
 
 
+def _check_addresses(addresses: tuple[str, ...]) -> list[tuple[str, bool | None, str]]:
+    from swarmd.net.interfaces import is_loopback
+
+    only_here = "; no other machine can dial that" if is_loopback(addresses) else ""
+    return [("announced as", None if only_here else True, address + only_here) for address in addresses[:1]]
+
+
 def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, str]]:
     checks: list[tuple[str, bool | None, str]] = []
-    n_others = daemon_status.members - 1
-    checks.append(("other members", n_others > 0, f"{n_others} known; {daemon_status.directory.reason}"))
+    checks.append(("this peer", True, _full_label(daemon_status.peer, daemon_status.name)))
     reach = daemon_status.reach
     if reach is not None:
         is_reached = reach.state == "open" or bool(reach.relays)
@@ -421,7 +445,7 @@ def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, s
             if reach.is_behind_another:
                 remedy = "; a port forwarded at this router does not help: one at the router behind it may"
         checks.append(("reached by others", is_reached, reach.why + remedy))
-        checks += [("announced as", True, address) for address in daemon_status.addresses[:1]]
+        checks += _check_addresses(daemon_status.addresses)
     for row in daemon_status.health:
         checks.append((row.kind, row.is_fine, health_text(row)))
     policy = daemon_status.policy
@@ -429,7 +453,8 @@ def _check_daemon(daemon_status: DaemonStatus) -> list[tuple[str, bool | None, s
         checks.append(("policy", policy.may_work or None, policy.why))
     for hosting in daemon_status.hosting:
         name = hosting.serving.name if hosting.serving else hosting.wanted
-        is_fine = hosting.state in ("online", "loading", "fetching")
+        comes_back = hosting.worker is not None and hosting.worker.last_end != ""
+        is_fine = hosting.state == "online" or (hosting.state in ("loading", "fetching") and not comes_back)
         checks.append((f"serving {name}", is_fine, f"{hosting.state}: {hosting.why}"))
     for model in merge_names(daemon_status.models):
         lacking = model.help or _missing_text(model)

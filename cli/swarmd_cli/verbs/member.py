@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
     from swarmd.protocol.membership.invite import Invite
 
+MEET_S = 30.0  # a dial that nobody answers is given up after 5 s, an exchange after as many
 MOST_INVITE_CHARACTERS = 65_536  # of a line that is read: eight addresses, keys and charters take some thousand
 
 
@@ -106,6 +107,8 @@ def join(
 ) -> None:
     """Join a swarm by an invite: one that is pasted, or piped in, stands in no process list and no shell history.
 
+    A member takes the addresses in a fresh invite to its swarm, or addresses themselves, as new ways to the others.
+
     Example: swarmd join
     """
     import trio
@@ -113,6 +116,7 @@ def join(
     from swarmd.errors import ConfigError
     from swarmd.home.membership import by_peer
     from swarmd.node.members.checkin import check_in
+    from swarmd.protocol.membership import addresses
     from swarmd.protocol.membership import invite as invites
     from swarmd.protocol.membership.catalog import MEMBERSHIP_LIFETIME_S
     from swarmd.protocol.membership.identity import Identity
@@ -120,14 +124,22 @@ def join(
     # Identity and certificate are written to disk only once another member has answered (``enter``): a join that
     # failed leaves nothing behind, and the invite can be tried again.
     state = home()
+    if state.has_joined and addresses.looks_like_address(text):
+        _meet(addresses.read_addresses_untrusted(text))
+        return
     ticket = _read_invite() if text == "-" else invites.decode_untrusted(text, time.time())
     if state.has_joined:
-        name = membership().swarm().keys.name
-        raise ConfigError(f"{state.folder} is a member of {name!r} already: swarmd leave first")
+        keys = membership().swarm().keys
+        if ticket.swarm.founder_key != keys.founder_key:
+            raise ConfigError(f"{state.folder} is a member of {keys.name!r} already: swarmd leave first")
+        _meet(ticket.addresses)
+        return
     identity = Identity.generate()
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + MEMBERSHIP_LIFETIME_S)
     answer = trio.run(check_in, ticket.swarm, identity, certificate, by_peer(ticket.addresses))
     membership().enter(ticket, identity, answer.catalog)
+    if answer.wrong_clock:
+        print(answer.wrong_clock, file=sys.stderr)
     if answer.waits:
         print(f"Asked to join the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
         print(f"A founder lets this machine in with: swarmd members approve {identity.peer_id[-8:]}")
@@ -135,6 +147,34 @@ def join(
         return
     print(f"Joined the swarm {ticket.swarm.name!r} as {identity.peer_id}.")
     print("Start this machine's daemon with: swarmd up")
+
+
+def _meet(addresses: tuple[str, ...]) -> None:
+    """Take addresses of other members as ways into the swarm, whose member this is; nothing else changes."""
+    from swarmd.errors import ConfigError
+    from swarmd.home.membership import by_peer
+    from swarmd.node.members.address_memory import AddressMemory
+    from swarmd.status import MeetAnswer
+
+    member = membership()
+    name = member.swarm().keys.name
+    me = member.identity().peer_id
+    others = tuple(address for address in addresses if not address.endswith(f"/p2p/{me}"))
+    if not others:
+        print(f"This machine is a member of {name!r} already, and that names no other member: nothing was changed.")
+        return
+    taken = f"This machine is a member of {name!r} already: it takes {count(len(others), 'way')} to others"
+    if not is_running():
+        memory = AddressMemory(by_peer(member.swarm().bootstrap), home().peers_file, me)
+        if not memory.add(by_peer(others)):
+            raise ConfigError(f"{home().peers_file} cannot be written: the addresses are not kept")
+        print(f"{taken}, and tries them when its daemon starts: swarmd up")
+        return
+    answer = ask(MeetAnswer, "meet", "POST", MEET_S, addresses=",".join(others))
+    if answer.answered:
+        print(f"{taken}; {len(answer.answered)} of {count(len(answer.tried), 'member')} answered.")
+    else:
+        print(f"{taken}. Nobody answers there yet; its daemon goes on trying: swarmd doctor")
 
 
 def _read_invite() -> Invite:
@@ -208,6 +248,9 @@ def up(
     blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Serve blocks A to B (exclusive).")] = None,
     no_serve: Annotated[bool, typer.Option("--no-serve", help="Only help others find each other.")] = False,
     announce: Annotated[str | None, typer.Option(help="Address to give to others instead.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What to tell members that this machine is called; '' is none.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more of what happens.")] = False,
 ) -> None:
     """Run the daemon in the foreground. Without flags it serves the least-covered blocks that fit.
@@ -226,6 +269,7 @@ def up(
         model=",".join(serve) if serve else None,
         blocks=blocks,
         announce=announce,
+        name=name,
         serve=False if no_serve else None,
     )
     membership().swarm()
@@ -312,7 +356,9 @@ def _new_invite(
     if uses > MAX_USES:
         raise ConfigError(f"--uses takes 1 to {MAX_USES}, or 0 for any number, not {uses}")
     lifetime_s = int(days * 86_400)
-    new_invite = founder().invite(_invite_addresses(), lifetime_s, uses, waits, may or RIGHTS)
+    addresses = _invite_addresses()
+    new_invite = founder().invite(addresses, lifetime_s, uses, waits, may or RIGHTS)
+    _warn_of_addresses(addresses)
     reload_daemon()
     return invites.encode(new_invite)
 
@@ -334,6 +380,19 @@ def _invite_addresses() -> tuple[str, ...]:
         chosen = config.split(settings.announce) or expand_wildcards(config.split(settings.listen))
         own_peer = membership().identity().peer_id
         return tuple(f"{address.split('/p2p/')[0]}/p2p/{own_peer}" for address in chosen)
+
+
+def _warn_of_addresses(addresses: tuple[str, ...]) -> None:
+    """Say so where nobody on another machine can join by an invite with these."""
+    from swarmd.net.interfaces import is_loopback
+
+    remedy = "connect it to a network, or have it listen on more (listen in config.toml); then swarmd invite"
+    if not addresses:
+        print(f"nobody can join by this invite: this machine listens nowhere; {remedy}", file=sys.stderr)
+    elif is_loopback(addresses):
+        named = ", ".join(dict.fromkeys(address.split("/")[2] for address in addresses))
+        only = f"it names this machine's loopback only ({named})"
+        print(f"nobody on another machine can join by this invite: {only}; {remedy}", file=sys.stderr)
 
 
 def _revoke(text: str) -> None:

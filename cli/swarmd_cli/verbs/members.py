@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from swarmd_cli.context import find_peers, founder, membership, print_json, print_table, reload_daemon
+from swarmd.names import label_member
+from swarmd_cli.context import find_peers, founder, membership, print_json, reload_daemon
+from swarmd_cli.terminal import print_table
 from swarmd_cli.verbs.look import Json, span_text
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def ls(as_json: Json = False) -> None:
     members.sort(key=lambda member: (member.voucher, member.peer))
     invites = _open_invites(catalog)
     if as_json:
-        keys = ("peer", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
+        keys = ("peer", "name", "is_self", "is_here", "voucher", "may", "ends_at", "found_right", "found_wrong")
         rows = [{key: getattr(member, key) for key in keys} for member in members]
         waiting_here = msgspec.to_builtins(answer.waiting)
         print_json({"members": rows, "waiting": waiting_here, "invites": [asdict(invite) for invite in invites]})
@@ -72,6 +74,7 @@ class ListedMember:
     found_right: int = 0
     found_wrong: int = 0
     spans: tuple[SpanRow, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,7 @@ def _describe_present(peer: PeerRow) -> ListedMember:
         found_right=peer.found_right,
         found_wrong=peer.found_wrong,
         spans=peer.spans,
+        name=peer.name,
     )
 
 
@@ -141,7 +145,7 @@ def _absent_members(catalog: Catalog, peers_here: Iterable[PeerRow]) -> list[Lis
 def _member_row(member: ListedMember) -> list[str]:
     serves = ", ".join(f"{span.model} {span_text(span.blocks)}" for span in member.spans) or "nothing"
     return [
-        member.peer[-8:] + (" (this one)" if member.is_self else ""),
+        label_member(member.peer, {member.peer: member.name}) + (", this one" if member.is_self else ""),
         _sponsor_text(member.voucher),
         ", ".join(member.may),
         _until_text(member.ends_at),

@@ -23,12 +23,12 @@ from swarmd_cli.context import (
     membership,
     model_folders,
     print_json,
-    print_table,
     read_answer,
     reload_daemon,
 )
 from swarmd_cli.convert import delete_converted
 from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
+from swarmd_cli.terminal import make_console, print_table, text_column
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 
 if TYPE_CHECKING:
@@ -447,13 +447,12 @@ class _ProgressBar(_NoProgress):
 
     def __enter__(self) -> Any:
         from rich import progress
-        from rich.console import Console
 
         self._progress = progress.Progress(
             progress.BarColumn(),
             progress.DownloadColumn(binary_units=True),
-            progress.TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True),
+            text_column("{task.fields[note]}"),
+            console=make_console(to_errors=True),
         )
         self._progress.start()
         task = self._progress.add_task("", total=None, note="")

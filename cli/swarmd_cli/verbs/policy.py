@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, home, print_json, print_table, reload_daemon, wait_until
+from swarmd_cli.context import ask, home, print_json, reload_daemon, wait_until
+from swarmd_cli.terminal import print_table
 
 app = typer.Typer(help="When this machine works for others.", no_args_is_help=True, rich_markup_mode=None)
 UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}

@@ -7,19 +7,22 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from swarmd.names import label_ids, label_member
 from swarmd.values import count
-from swarmd_cli.context import ask, format_duration, format_number, format_size, make_table
+from swarmd_cli.context import ask, format_duration, format_number, format_size
+from swarmd_cli.terminal import make_console, make_table, styled
 from swarmd_cli.verbs.look import download_line, reach_text, span_text
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     from swarmd.member_status import PeerRow
     from swarmd.status import DaemonStatus
@@ -34,7 +37,6 @@ def top(
 
     Example: swarmd top
     """
-    from rich.console import Console
     from rich.live import Live
 
     from swarmd.member_status import PeersAnswer
@@ -42,7 +44,7 @@ def top(
 
     # Rates are differences of two looks. Each picture needs the counters of the look before, and the time between
     # the two as it was, not as it should have been.
-    console = Console()
+    console = make_console()
     earlier = ask(DaemonStatus, "status")
     looked_at = time.monotonic()
     if not sys.stdout.isatty():
@@ -126,26 +128,30 @@ def add_footer(picture: Group, message: str) -> Group:
     """Put what the last key did, and the keys, under the picture."""
     from rich.console import Group
 
-    return Group(picture, *([message] if message else []), "[bold]q[/] quit   [bold]p[/] pause   [bold]r[/] resume")
+    keys = styled(("q", "bold"), " quit   ", ("p", "bold"), " pause   ", ("r", "bold"), " resume")
+    return Group(picture, *([message] if message else []), keys)
 
 
 def draw_screen(earlier: DaemonStatus, status: DaemonStatus, peers: Iterable[PeerRow], passed_s: float) -> Group:
     """Draw one picture, from what the daemon said ``passed_s`` apart."""
     from rich.console import Group
 
-    members = f"[bold]{status.swarm}[/]  {count(status.members, 'member')}"
+    peers = tuple(peers)
+    names = {peer.peer: peer.name for peer in peers}
+    members = count(status.members, "member")
     uptime = f"up for {format_duration(status.uptime_s)}"
-    lines = [f"{members}, {uptime}, {status.memory_mib:.0f} MiB, version {status.version}"]
+    facts = f"{members}, {uptime}, {status.memory_mib:.0f} MiB, version {status.version}"
+    lines: list[str | Text] = [styled((status.swarm, "bold"), f"  {facts}")]
     policy = status.policy
     if policy is not None:
         earlier_policy = earlier.policy or policy
         n_bytes = max(0, policy.month_bytes - earlier_policy.month_bytes)
         lines.append(f"{policy.why}; {8e-6 * n_bytes / passed_s:.2f} Mbit/s beyond the home")
     if status.reach is not None:
-        lines.append(reach_text(status.reach))
-    lines += [f"[red]{row.kind}: {row.text}[/]" for row in status.health if row.is_fine is False]
+        lines.append(label_ids(reach_text(status.reach), names))
+    lines += [styled((f"{row.kind}: {row.text}", "red")) for row in status.health if row.is_fine is False]
     lines += [f"fetching {download_line(download)}" for download in status.downloads]
-    return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers))
+    return Group(*lines, _draw_served(earlier, status, passed_s), _draw_members(peers, names))
 
 
 def _draw_served(earlier: DaemonStatus, status: DaemonStatus, passed_s: float) -> Table:
@@ -180,17 +186,17 @@ def _format_per_s(earlier: int | None, count_now: int, passed_s: float) -> str:
     return "unknown" if earlier is None else f"{max(0, count_now - earlier) / passed_s:.1f}"
 
 
-def _draw_members(peers: Iterable[PeerRow]) -> Table:
-    names = ["member", "way", "away", "serves", "tokens/s", "memory"]
+def _draw_members(peers: Iterable[PeerRow], names: Mapping[str, str]) -> Table:
+    columns = ["member", "way", "away", "serves", "tokens/s", "memory"]
     other_peers = [peer for peer in peers if not peer.is_self]
     other_peers.sort(key=lambda peer: math.inf if peer.round_trip_ms is None else peer.round_trip_ms)
-    return make_table(names, [_member_row(peer) for peer in other_peers[:MOST_PEERS]])
+    return make_table(columns, [_member_row(peer, names) for peer in other_peers[:MOST_PEERS]])
 
 
-def _member_row(peer: PeerRow) -> list[str]:
+def _member_row(peer: PeerRow, names: Mapping[str, str]) -> list[str]:
     spans = peer.spans
     return [
-        peer.peer[-8:],
+        label_member(peer.peer, names),
         peer.way or "not connected",
         format_number(peer.round_trip_ms, " ms"),
         ", ".join(f"{span.model} {span_text(span.blocks)}" for span in spans) or "nothing",

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from swarmd.values import count
-from swarmd_cli.context import ask, ask_json, home, print_json, print_table, read_answer
+from swarmd_cli.context import ask, ask_json, find_names, home, print_json, read_answer
+from swarmd_cli.terminal import print_table
 from swarmd_cli.train_show import show_plan, show_run, write_plot
 from swarmd_cli.verbs.look import Json
 
@@ -167,8 +168,9 @@ def status(
         print_json(body)
         return
     answer = read_answer(RunsAnswer, body)
+    names = find_names() if answer.runs else {}
     for row in answer.runs:
-        show_run(row)
+        show_run(row, names)
     other_runs = []
     for other_run in answer.others:
         run_id = other_run.run[:12]
@@ -194,7 +196,7 @@ def plan(run: RunName = "", as_json: Json = False) -> None:
     if as_json:
         print_json(body)
         return
-    show_plan(read_answer(PlanAnswer, body))
+    show_plan(read_answer(PlanAnswer, body), find_names())
 
 
 @app.command("export")

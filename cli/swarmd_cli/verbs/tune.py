@@ -13,6 +13,7 @@ from swarmd.importing import importing
 from swarmd.values import count
 from swarmd_cli.context import format_duration, home, membership, print_json
 from swarmd_cli.preflight import require_answers
+from swarmd_cli.terminal import rewrite_line
 from swarmd_cli.verbs.look import Json
 
 if TYPE_CHECKING:
@@ -210,8 +211,7 @@ class _Progress:
         line = f"{place}  loss {step.loss:.4f}  {speed}{retries}  {format_duration(left_s)} left"
         is_tenth = step.number % max(1, self._n_steps // 10) == 0
         if self._is_terminal:
-            sys.stderr.write(f"\r\x1b[2K{line}")
-            sys.stderr.flush()
+            rewrite_line(line)
         elif is_tenth or step.number in (self._first + 1, self._n_steps):
             print(line, file=sys.stderr, flush=True)
 

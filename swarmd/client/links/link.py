@@ -13,8 +13,8 @@ from swarmd.client.links.timing import PassTimes
 from swarmd.errors import ConfigError
 from swarmd.net.rpc import Rpc
 from swarmd.plan.chains.routing import Hop
-from swarmd.plan.chains.session import Watch
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.chains.watch import Watch
 from swarmd.plan.trust.reputation import Trust
 from swarmd.plan.trust.standing import SECOND_CHANCE_S
 from swarmd.protocol.membership.identity import Identity

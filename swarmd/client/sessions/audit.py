@@ -61,7 +61,7 @@ class Auditor:
         Doubts are told as often as windows are checked. Else a liar would only have to fall silent before the first
         audit.
         """
-        accounts = self._session.hops.accounts
+        accounts = self._session.chain.accounts
         n_answered = len(accounts.answers) // DIGEST_BYTES
         for link in links:
             # a hop that takes over gives the token that is asked for then
@@ -72,7 +72,7 @@ class Auditor:
 
     def _doubt_unchecked(self, link: HopLink, first: int, reason: str) -> None:
         """Tell of a window that cannot be checked any more, where it is one of those that are checked."""
-        accounts = self._session.hops.accounts
+        accounts = self._session.chain.accounts
         doubts = self._session.statistics.doubts
         is_known = any(doubt.first_token <= first for doubt in doubts)
         if is_known or accounts.is_reordered or accounts.is_padded or not self._is_due(link):
@@ -101,9 +101,9 @@ class Auditor:
         self._is_over = True
         with trio.move_on_after(LAST_LOOK_TIMEOUT_S) as scope:
             await self._idle.wait()
-            await self._audit_window(self._session.hops.accounts.n_tokens)
+            await self._audit_window(self._session.chain.accounts.n_tokens)
             async with trio.open_nursery() as nursery:
-                for link in self._session.hops.links:
+                for link in self._session.chain.links:
                     nursery.start_soon(self._collect_bill, link)
         if scope.cancelled_caught:
             reason = f"not done within {LAST_LOOK_TIMEOUT_S:.0f} s"
@@ -118,7 +118,7 @@ class Auditor:
 
     async def _audit_in_background(self) -> None:
         try:
-            await self._audit_window(self._session.hops.accounts.n_before)
+            await self._audit_window(self._session.chain.accounts.n_before)
         finally:
             self._idle.set()
             self._next_ops = next_window(self._session.n_ops)
@@ -128,13 +128,13 @@ class Auditor:
 
         The window is the tokens since the window before, up to ``n_tokens``.
         """
-        accounts = self._session.hops.accounts
+        accounts = self._session.chain.accounts
         first = min(self._n_audited, n_tokens)
         self._n_audited = n_tokens
         if n_tokens <= first or accounts.is_reordered or accounts.is_padded:
             return
         accounts.mark_window()
-        for link in list(self._session.hops.links):
+        for link in list(self._session.chain.links):
             self._checks.n_served_tokens += (n_tokens - first) * len(link.hop.span)
             if link.is_lost and link not in self._lost:
                 self._lost.append(link)

@@ -116,7 +116,7 @@ class HopAudit:
     async def _apply_ruling(self, ruling: Ruling, audited: _AuditedWindow, deviations: Floats) -> None:
         """Do what follows from a verdict, for the session and for those who computed."""
         link = audited.link
-        hops = self._session.hops
+        hops = self._session.chain
         is_undecided = ruling.verdict is AuditVerdict.UNDECIDED
         if not is_undecided:
             self._opener.checks.note(record_key(self._session.terms, link.hop), ruling.is_cleared)

@@ -96,7 +96,7 @@ class Recomputer:
         try:
             outputs = await session.step(StepInput(hidden, positions))
             assert outputs is not None
-            peers = [hop_link.hop.peer for hop_link in session.hops.links]
+            peers = [hop_link.hop.peer for hop_link in session.chain.links]
         finally:
             with trio.CancelScope(shield=True):
                 await self._opener.close_session(session)

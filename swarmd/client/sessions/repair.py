@@ -32,7 +32,7 @@ from swarmd.client.sessions.repair_plan import (
 from swarmd.client.sessions.requests import Requests
 from swarmd.client.sessions.reservations import Reservations
 from swarmd.errors import NoRoute, PeerError, PeerTimeout, SwarmError, SwarmUnavailable
-from swarmd.plan.chains.session import Watch
+from swarmd.plan.chains.watch import Watch
 from swarmd.plan.trust.blame import Blame
 from swarmd.protocol.fields import Request
 from swarmd.protocol.wire.frames import Frame

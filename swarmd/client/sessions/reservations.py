@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 8.0  # for one hop to say yes or no, a connection included
 PINNED_PATIENCE_S = 12.0  # where the user named the chain: nobody else can come
 REFRESH_TIMEOUT_S = 0.5  # the member that is asked may be the one that is gone; the client goes on asking by itself
-RETRY_PAUSE_S = 0.5  # views change within an exchange
+REOPEN_PAUSE_S = 0.5  # views change within an exchange
 GIVE_BACK_S = 1.0  # to tell one hop that it is free
 
 
@@ -119,7 +119,7 @@ class Reservations:
 
     async def wait_for_records(self) -> None:
         """Wait a little and ask for newer records; nobody answering is a reason to go on waiting, not to fail."""
-        await trio.sleep(RETRY_PAUSE_S)
+        await trio.sleep(REOPEN_PAUSE_S)
         try:
             with trio.move_on_after(REFRESH_TIMEOUT_S):
                 await self._swarm.refresh()

@@ -6,8 +6,8 @@ may be asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -19,7 +19,7 @@ from swarmd.client.links.link import (
     is_suitable,
 )
 from swarmd.errors import NoRoute
-from swarmd.plan.chains.routing import Route, best_route
+from swarmd.plan.chains.routing import Route, RouteQuery, best_route
 from swarmd.plan.trust.reputation import Trust
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span
@@ -72,10 +72,19 @@ class RouteChoice:
         spans = view.serving(self._terms.model)
         if is_single_hop:
             spans = [span for span in spans if Span(span.start, span.end).covers(blocks)]
+        query = RouteQuery(
+            spans,
+            blocks,
+            client=self._swarm.rpc.network.peer_id,
+            trips=self._swarm.trips,
+            previous=previous,
+            cache_tokens=self._terms.batch * self._terms.max_tokens,
+            now=self._swarm.wall_clock(),
+        )
         stages = (HEAD_STAGE, *STAGES) if self._terms.head else STAGES
         for stage in stages:
             try:
-                return self._find_route(spans, blocks, previous, self._eligibility(stage))
+                return best_route(replace(query, is_eligible=self._eligibility(stage)))
             except NoRoute as error:
                 failure = error
         n_older = sum(not is_compatible(view, span, self._terms) for span in spans)
@@ -105,24 +114,6 @@ class RouteChoice:
 
         return is_eligible
 
-    def _find_route(
-        self,
-        spans: Sequence[SpanRecord],
-        blocks: Span,
-        previous: PeerId | None,
-        is_eligible: Callable[[SpanRecord], bool],
-    ) -> Route:
-        return best_route(
-            spans,
-            blocks,
-            self._swarm.rpc.network.peer_id,
-            self._swarm.trips,
-            is_eligible,
-            previous,
-            n_tokens=self._terms.batch * self._terms.max_tokens,
-            now=self._swarm.wall_clock(),
-        )
-
     def is_refused_for_good(self) -> bool:
         """Would the blocks be served if those who said that they cannot (UNSUPPORTED) could?"""
         spans = self._swarm.view().serving(self._terms.model)
@@ -133,7 +124,7 @@ class RouteChoice:
 
         client = self._swarm.rpc.network.peer_id
         try:
-            best_route(spans, self._terms.blocks, client, {}, is_able)
+            best_route(RouteQuery(spans, self._terms.blocks, client, {}, is_eligible=is_able))
         except NoRoute:
             return any(self._backoff.is_final(PeerId(span.peer)) for span in spans)
         return False

@@ -70,9 +70,9 @@ class SecondChain(Protocol):
 #
 # A hop that cannot reach its successor sends to the client, which passes it on. Every hop signals progress while it
 # computes. Trouble is whatever makes the chain unfit: silence, a refusal, a lost connection, a wrong answer. It is
-# noted as ``hops.trouble``, and the wait for an answer repairs the chain before it goes on.
+# noted as ``chain.trouble``, and the wait for an answer repairs the chain before it goes on.
 #
-#     step --> OpSender --> hops --> SessionInbox --> OpsInFlight --> step
+#     step --> OpSender --> chain --> SessionInbox --> OpsInFlight --> step
 #                              trouble |
 #                                      v
 #                                   Repairs (``repair_plan``)
@@ -80,24 +80,24 @@ class ChainSession:
     """One session. All methods run in the client's trio thread; steps come one at a time."""
 
     def __init__(self, swarm: SessionServices, terms: SessionOptions, budget: Budget) -> None:
-        self.hops = Chain(swarm, terms)
-        self.key = self.hops.key
+        self.chain = Chain(swarm, terms)
+        self.key = self.chain.key
         self.terms = terms
-        self.statistics = self.hops.statistics
+        self.statistics = self.chain.statistics
         self.history = History(terms.grade == "exact", budget)
-        self.receipts = ReceiptExchange(swarm, self.hops)
+        self.receipts = ReceiptExchange(swarm, self.chain)
         self.auditor: AnswerAudit | None = None
         self.second: SecondChain | None = None
         self.width = 0
         self._swarm = swarm
         self._ops = OpsInFlight()
         self._wrong_chains = WrongChains()
-        self._inbox = SessionInbox(swarm, self.hops, self._ops, self._wrong_chains)
-        self._sender = OpSender(swarm, self.hops, self.history, self._ops)
-        requests = Requests(self.hops, swarm.addresses_of, swarm.audits)
-        self._reservations = Reservations(swarm, self.hops, self.hops.routes, requests)
-        self._repairs = Repairs(swarm, self.hops, self._reservations, requests, self.receipts, self.history)
-        self._pause_repair = PauseRepair(self.hops, self._repairs, self._is_pausing)
+        self._inbox = SessionInbox(swarm, self.chain, self._ops, self._wrong_chains)
+        self._sender = OpSender(swarm, self.chain, self.history, self._ops)
+        requests = Requests(self.chain, swarm.addresses_of, swarm.audits)
+        self._reservations = Reservations(swarm, self.chain, self.chain.routes, requests)
+        self._repairs = Repairs(swarm, self.chain, self._reservations, requests, self.receipts, self.history)
+        self._pause_repair = PauseRepair(self.chain, self._repairs, self._is_pausing)
         self._is_step_open = False  # one is under way, or broke off: then nobody knows what its servers did
         self._is_closed = False
 
@@ -108,21 +108,21 @@ class ChainSession:
 
     @property
     def layer_arity(self) -> int:
-        return self.hops.layer_arity
+        return self.chain.layer_arity
 
     @property
     def codec(self) -> Decision[str]:
-        return self.hops.codec
+        return self.chain.codec
 
     @property
     def n_ops(self) -> int:
         """Ops that are answered."""
-        return self.hops.position.answered
+        return self.chain.position.answered
 
     @property
-    def chain(self) -> tuple[str, ...]:
+    def hop_names(self) -> tuple[str, ...]:
         """The hops in order, as people read them."""
-        return self.hops.names
+        return self.chain.names
 
     # --- the life of a session -------------------------------------------------------------------------------
 
@@ -143,10 +143,10 @@ class ChainSession:
         self._ops.clear()
         self._wrong_chains.begin_step()
         self.width = self.width if step.hidden is None else step.hidden.shape[2]
-        first = self.hops.position.seq + 1
+        first = self.chain.position.seq + 1
         step_op = SentOp(first, step.edits, step.hidden, step.positions, step.mask, step.record_past)
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
-        parts = split_step(step_op, () if is_exact else self.hops.prefill_speeds())
+        parts = split_step(step_op, () if is_exact else self.chain.prefill_speeds())
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
             n_following = sum(count_tokens(part) for part in parts[n_sent:])
@@ -169,15 +169,15 @@ class ChainSession:
 
     async def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         """Do without the server that gave these logits: they are wrong."""
-        last_token = max(0, self.hops.accounts.n_tokens - 1)
+        last_token = max(0, self.chain.accounts.n_tokens - 1)
         doubt = Doubt(last_token, str(logits.link.hop), reason)
-        self.hops.reject_hop(logits.link, doubt)
+        self.chain.reject_hop(logits.link, doubt)
 
     async def close(self) -> None:
         """End the session and give its hops back; a repair that is under way is ended first."""
         self._is_closed = True
         self.history.close()
-        self.hops.notify()
+        self.chain.notify()
         await self._pause_repair.cancel()  # until it ends, it may open more
         await self._reservations.give_back_all()
 
@@ -202,9 +202,9 @@ class ChainSession:
 
     def on_gone(self, peer: PeerId) -> None:
         """A connection ended. Whether its peer is dead is found out by asking it."""
-        if any(link.hop.peer == peer for link in self.hops.links):
-            self.hops.accounts.note_disconnected(peer)
-            self.hops.note_trouble(f"the connection to {peer[-8:]} ended")
+        if any(link.hop.peer == peer for link in self.chain.links):
+            self.chain.accounts.note_disconnected(peer)
+            self.chain.note_trouble(f"the connection to {peer[-8:]} ended")
 
     # --- waiting and repairing -------------------------------------------------------------------------------
 
@@ -223,16 +223,16 @@ class ChainSession:
         if self._is_closed:
             raise ConfigError("this session was closed")
         waited_s = self._ops.waited_s(trio.current_time())
-        is_late = self.hops.trouble is None and waited_s > LONGEST_S
-        is_stuck = is_late and waited_s > self._ops.longest_wait_s(self.hops.prefill_speeds())
+        is_late = self.chain.trouble is None and waited_s > LONGEST_S
+        is_stuck = is_late and waited_s > self._ops.longest_wait_s(self.chain.prefill_speeds())
         if is_stuck:
             self._wrong_chains.count_stuck()
-        if is_stuck or self.hops.trouble is not None:
+        if is_stuck or self.chain.trouble is not None:
             await self._repairs.run(is_stuck)
             self._ops.note_repair(self.history.n_tokens, trio.current_time())
             return
-        changed = self.hops.changed
+        changed = self.chain.changed
         with trio.move_on_after(LOOK_INTERVAL_S) as look:
             await changed.wait()
         if look.cancelled_caught:
-            self.hops.exclude_silent(trio.current_time())
+            self.chain.exclude_silent(trio.current_time())

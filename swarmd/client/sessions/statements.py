@@ -73,13 +73,13 @@ class Statements:
     def __init__(self, swarm: SessionServices, session: ChainSession) -> None:
         self._swarm = swarm
         self._session = session
-        self._hops = session.hops
+        self._chain = session.chain
 
     async def take(self, link: HopLink, first: int, end: int) -> Statement:
         """Ask for tokens ``first`` to ``end`` of a hop. Raises NoConclusion, TokensNotShown or PeerError."""
-        accounts = self._hops.accounts
-        links = self._hops.links
-        epoch = self._hops.epoch
+        accounts = self._chain.accounts
+        links = self._chain.links
+        epoch = self._chain.epoch
         if link not in links:
             raise NoConclusion("the hop was replaced")
         index = links.index(link)
@@ -99,7 +99,7 @@ class Statements:
         outputs = None
         if seen:
             outputs = await self._fetch_outputs(link, seen[0], seen[-1] + 1)
-        has_changed = self._hops.epoch != epoch or link not in self._hops.links
+        has_changed = self._chain.epoch != epoch or link not in self._chain.links
         if has_changed or accounts.low < end or accounts.is_reordered:
             raise NoConclusion("the session went on otherwise meanwhile")
         self._require_agreement(before_it, (link, account), behind_it, end)
@@ -110,7 +110,7 @@ class Statements:
         window = slice(seen[0], seen[-1] + 1)
         if not self._matches_digests(outputs, account.outputs[window.start * DIGEST_BYTES :]):
             doubt = Doubt(window.start, str(link.hop), "it shows other numbers than it signed")
-            self._hops.reject_hop(link, doubt, Fault.UNACCOUNTED)
+            self._chain.reject_hop(link, doubt, Fault.UNACCOUNTED)
             raise NoConclusion(doubt.reason)
         return Statement(self._as_received(inputs), outputs[0], window, account.signed)
 
@@ -132,7 +132,7 @@ class Statements:
             return link, None
 
     def _read_refusal(self, error: Refused) -> NoConclusion:
-        if self._hops.accounts.is_reordered:
+        if self._chain.accounts.is_reordered:
             return NoConclusion(str(error))
         return ExcusedHop(str(error)) if error.code in NOBODYS_FAULT else TokensNotShown(str(error))
 
@@ -151,7 +151,7 @@ class Statements:
                 token = first_disagreement(giver_account.outputs, account.inputs, end, giver.n_tokens_at_open)
                 self._exclude_from(token, [giver, link])
         if behind_it is None:
-            answers = self._hops.accounts.answers
+            answers = self._chain.accounts.answers
             token = first_disagreement(account.outputs, answers, end, link.n_tokens_at_open, is_picky=True)
             self._exclude_from(token, [link])
             return
@@ -167,7 +167,7 @@ class Statements:
         reason = f"{names} signed different numbers of token {token + 1}"
         doubt = Doubt(token, str(links[0].hop), reason)
         self._session.statistics.doubts.append(doubt)
-        self._hops.exclude_all(links, reason)
+        self._chain.exclude_all(links, reason)
         raise NoConclusion(reason)
 
     async def _fetch_inputs(self, predecessor: HopLink | None, end: int) -> Placed:

@@ -119,16 +119,16 @@ class VerifyingChain:
             first_wrong = int(np.argmax(deviations > min(bound.token, bound.typical)))
             token = self._n_checked + first_wrong
             raise WrongAnswer(
-                f"token {token + 1} of the session is not what {second.hops} computes: {comparison.reason}; it came "
-                f"through {self._first.hops}",
+                f"token {token + 1} of the session is not what {second.chain} computes: {comparison.reason}; it came "
+                f"through {self._first.chain}",
                 token,
             )
         self._n_checked += sent.hidden.shape[1]
 
     async def _second_session(self) -> ChainSession:
         """The second chain, of none who are in the first. Raises SwarmUnavailable once a repair brought one over."""
-        used = frozenset(link.hop.peer for link in self._first.hops.links)
-        checking = self._session.hops.links if self._session is not None else []
+        used = frozenset(link.hop.peer for link in self._first.chain.links)
+        checking = self._session.chain.links if self._session is not None else []
         if any(link.hop.peer in used for link in checking):
             raise SwarmUnavailable("a server of the first chain took over in the one that checks it: ask again")
         if self._session is None:
@@ -140,16 +140,16 @@ class VerifyingChain:
 
     def _total_bound(self) -> Bound:
         """What honest answers stay below: a hop rounds, and the next one computes with that."""
-        links = list(self._first.hops.links)
+        links = list(self._first.chain.links)
         if self._session is not None:
-            links += self._session.hops.links
+            links += self._session.chain.links
         peers = {link.hop.peer for link in links}
-        view = self._first.hops.swarm.view()
+        view = self._first.chain.swarm.view()
         spans = view.serving(self._first.terms.model)
         formats = {span.quantize for span in spans if span.peer in peers}
         quantize = "none" if formats <= {"none"} else "any"
         bound = bound_of(self._first.terms.dtype, quantize)
-        return widen_bound(bound, len(self._first.hops.links))
+        return widen_bound(bound, len(self._first.chain.links))
 
 
 def _mask_unwanted(out: torch.Tensor | None, want: int | None) -> torch.Tensor:

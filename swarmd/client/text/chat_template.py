@@ -6,21 +6,27 @@ Runs in the child that makes prompts (``prompts``): templates are programs of an
 from __future__ import annotations
 
 import inspect
+import json
 from functools import cached_property
 from typing import Any
 
 from jinja2 import meta
+
+from swarmd.client.text.past_calls import LONG_PROBE_ID, PROBE_ID, probe_turns, rewrite_calls, wants_text
 
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"
 SPECIAL = (WITH_TOOLS, "rag")  # names that Hugging Face gives to templates for something else than plain conversations
 OWN_ARGUMENTS = ("add_generation_prompt", "continue_final_message")  # what ``prompts`` says beside the messages
 PROBE = "written by the user"  # a text that is looked for in what a template makes of it
+PROBE_ARGUMENTS = {"text": PROBE}
+PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
 
 
 # Templates are programs, and families differ in what they expect. Nothing declares it, so it is found out by trying:
 # PROBE is put into a message, and looked for in the text that the template writes. A template that loses a plain string
 # and shows a list of parts takes parts. What it writes right behind an assistant's turn ends that model's answers.
+# Calls that were made before are tried alike, with arguments in both forms, and with a long id and a short one.
 # Variables are read from the template's syntax tree: what it does not name is not passed, so that a user's option never
 # reaches an argument of the library's by the same name.
 class ChatTemplate:
@@ -37,20 +43,46 @@ class ChatTemplate:
         tools: list[Any] | None,
         options: dict[str, Any],
     ) -> list[int]:
-        """A conversation as tokens. Raises whatever the template raises."""
+        """A conversation as tokens. Raises ConfigError for a past call, and whatever the template raises."""
         accepted = {*OWN_ARGUMENTS, *self._template_variables}
         passed_options = {name: value for name, value in options.items() if name in accepted}
+        if any("tool_calls" in message for message in messages):
+            messages = rewrite_calls(messages, self._takes_text_arguments, self._takes_short_ids)
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
         ids = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
+            self._mark_keys(messages),
+            tools=self._mark_keys(tools),
             tokenize=True,
             return_dict=False,
             sanitize_control_tokens=True,
-            **passed_options,
+            **self._mark_keys(passed_options),
         )
         return [int(token) for token in ids]
+
+    # transformers marks control tokens in values, so that they stay text, and leaves the names of values as they are:
+    # a tool with a parameter called <|im_end|> would end its turn.
+    def _mark_keys(self, value: Any) -> Any:
+        """Have names inside objects be text, too, whatever control tokens they hold."""
+        if isinstance(value, dict):
+            return {self._mark_text(key): self._mark_keys(item) for key, item in value.items()}
+        return [self._mark_keys(item) for item in value] if isinstance(value, list) else value
+
+    def _mark_text(self, name: str) -> str:
+        from transformers.utils.chat_template_utils import mark_control_tokens
+
+        if name.isidentifier():  # as templates' own words are: role, content
+            return name
+        return str(mark_control_tokens(name, self._control_tokens))
+
+    @cached_property
+    def _control_tokens(self) -> Any:
+        """The pattern of what only a template may write."""
+        from transformers.utils.chat_template_utils import _get_control_token_patterns as make_patterns
+
+        chosen = self._tokenizer.chat_template
+        sources = "".join(chosen.values()) if isinstance(chosen, dict) else chosen
+        return make_patterns(self._tokenizer._get_control_tokens(sources))[0]
 
     @cached_property
     def _template_variables(self) -> set[str]:
@@ -86,13 +118,39 @@ class ChatTemplate:
         plain = {"role": "user", "content": PROBE}
         return not self._shows_probe(plain) and self._shows_probe(_in_parts(plain))
 
+    @cached_property
+    def _takes_text_arguments(self) -> bool:
+        """Does it want the arguments of past calls as text, and not as an object?"""
+        with_object = self._render_call(PROBE_ARGUMENTS, PROBE_ID)
+        with_text = self._render_call(json.dumps(PROBE_ARGUMENTS), PROBE_ID)
+        return wants_text(PROBE_ARGUMENTS, with_object, with_text)
+
+    @cached_property
+    def _takes_short_ids(self) -> bool:
+        """Does it refuse ids of calls but short ones?"""
+        arguments = json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS
+        return not self._render_call(arguments, LONG_PROBE_ID) and bool(self._render_call(arguments, PROBE_ID))
+
+    def _render_call(self, arguments: Any, call_id: str) -> str:
+        turns = probe_turns(arguments, call_id)
+        if self._takes_parts:
+            turns = [_in_parts(turn) for turn in turns]
+        return self._render_turns(turns, True, [PROBE_TOOL])
+
     def _shows_probe(self, message: dict[str, Any]) -> bool:
         return PROBE in self._render_turns([message], True)
 
-    def _render_turns(self, messages: list[dict[str, Any]], begins_answer: bool) -> str:
+    def _render_turns(
+        self,
+        messages: list[dict[str, Any]],
+        begins_answer: bool,
+        tools: list[Any] | None = None,
+    ) -> str:
         """What it makes of some turns; "" where it refuses them."""
         try:
-            shown = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins_answer)
+            shown = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=begins_answer
+            )
         except MemoryError:
             raise
         except Exception:  # noqa: BLE001 - a template is anybody's program: it fails in any way

@@ -189,6 +189,8 @@ def answer(
         ids = template.ids(question["messages"], question["tools"], question["options"])
     except MemoryError:
         raise
+    except ConfigError as error:
+        return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
         return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
     tail = tokenizer.decode(ids[-64:])

@@ -8,7 +8,7 @@ from swarmd.plan.trust.blame import Blame
 from swarmd.protocol.wire.messages import Refusal
 from swarmd.values import PeerId
 
-RETRY_PAUSE_S = 1.0  # a server without room has some after a few micro-batches
+NO_ROOM_PAUSE_S = 1.0  # a server without room has some after a few micro-batches
 LEFT_OUT_S = 20.0  # left out: as long as a server that was killed takes to be back
 FINAL = (Code.TOO_LONG, Code.UNSUPPORTED, Code.BAD_SHAPE, Code.MALFORMED, *OUR_MEMBERSHIP)
 
@@ -75,7 +75,7 @@ def failure_of_refusal(hops: tuple[Hop, ...], refusal: Refusal, is_backward: boo
     return LaneFailed(
         reason,
         hop.peer,
-        for_s=wait_s or (RETRY_PAUSE_S if is_back_soon else LEFT_OUT_S),
+        for_s=wait_s or (NO_ROOM_PAUSE_S if is_back_soon else LEFT_OUT_S),
         blame=Blame.UNAVAILABLE,
         is_over=code not in (Code.NO_CAPACITY, Code.NOT_SERVING),
         is_final=is_final,

@@ -12,7 +12,7 @@ from swarmd.client.tuning.lane_failure import LaneFailed
 from swarmd.client.tuning.ticket import OtherHolders
 from swarmd.config import KV_CACHE, format_of
 from swarmd.errors import NoRoute
-from swarmd.plan.chains.routing import Hop, least_loaded_route
+from swarmd.plan.chains.routing import Hop, RouteQuery, least_loaded_route
 from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.reputation import Trust
 from swarmd.protocol.membership.records import SpanRecord
@@ -86,16 +86,14 @@ class LaneRouter:
                 return False
             return is_suitable(span, terms, "") and is_compatible(view, span, terms)
 
-        route = least_loaded_route(
+        query = RouteQuery(
             view.serving(terms.model),
             terms.blocks,
-            self._swarm.rpc.network.peer_id,
-            self._swarm.trips,
-            is_eligible,
-            n_tokens,
-            self._load_of_peer,
+            client=self._swarm.rpc.network.peer_id,
+            trips=self._swarm.trips,
+            is_eligible=is_eligible,
         )
-        return route.hops
+        return least_loaded_route(query, n_tokens, self._load_of_peer).hops
 
     def _is_allowed(self, peer: PeerId, now: float, is_last_resort: bool) -> bool:
         if peer in self._suspects and not is_last_resort:

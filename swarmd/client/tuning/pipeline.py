@@ -32,7 +32,7 @@ from swarmd.values import PeerId, Span
 
 logger = logging.getLogger(__name__)
 
-RETRY_PAUSE_S = 0.3  # news of who died is on its way
+LANE_RETRY_PAUSE_S = 0.3  # news of who died is on its way
 REFRESH_S = 1.0  # one member is asked, who may be the one that is gone
 WRONG = "somebody who computed it is banned now"  # why a micro-batch is sent again
 T = TypeVar("T")
@@ -165,7 +165,7 @@ class Pipeline:
                 retry = retries.on_failure(error, trio.current_time())
             if retry is Retry.AFTER_NEWS:
                 await self._refresh_view()
-                await trio.sleep(RETRY_PAUSE_S)
+                await trio.sleep(LANE_RETRY_PAUSE_S)
 
     async def _refresh_view(self) -> None:
         """Bounded: the member that is asked may be the one that is gone."""

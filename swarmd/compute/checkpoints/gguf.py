@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -26,6 +25,7 @@ from swarmd.compute.checkpoints.gguf_settings import ONE_READER, changes, check_
 from swarmd.compute.checkpoints.gguf_tokenizer import check_words, mend
 from swarmd.compute.model.skeleton import building
 from swarmd.errors import ConfigError
+from swarmd.resources import measure_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHARD = "2GB"  # of safetensors: what one read of a server's span touches at most
@@ -143,7 +143,7 @@ def _check_memory(path: Path, config: Any) -> None:
     with torch.device("meta"):
         n_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     needed = 6 * n_parameters
-    free = int(psutil.virtual_memory().available)
+    free = measure_memory().free_bytes
     if needed > free:
         raise ConfigError(
             f"{path} has {n_parameters / 1e9:.1f} billion parameters: unpacking it takes {needed / 2**30:.1f} GiB of "

@@ -1,8 +1,8 @@
 """What stands before the numbers of a GGUF file: its settings, and the names, shapes and places of its tensors.
 
-The format (github.com/ggml-org/ggml, docs/gguf.md): magic, version, two counts, the settings as typed values, a table
-of tensors, then their bytes, aligned. Read here whole and checked against the file's size: a reader that maps a file
-which is cut short fails in its own way, or not at all.
+The format (github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, two counts, the settings as typed
+values, a table of tensors, then their bytes, aligned. Read here whole and checked against the file's size: a reader
+that maps a file which is cut short fails in its own way, or not at all.
 """
 
 from __future__ import annotations

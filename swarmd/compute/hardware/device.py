@@ -1,11 +1,11 @@
-"""Devices to compute on: their choice, names and free memory."""
+"""Devices to compute on: their choice, names, threads and free memory."""
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from swarmd.errors import ConfigError
+from swarmd.resources import count_processors, measure_memory
 
 
 def pick_device(requested: str = "") -> str:
@@ -30,6 +30,11 @@ def device_description(device: str) -> tuple[str, int | None]:
     return device, None
 
 
+def use_threads(n_threads: int) -> None:
+    """Compute with so many threads; 0: with as many as this process has processors for."""
+    torch.set_num_threads(n_threads or min(torch.get_num_threads(), count_processors()))
+
+
 def finish(device: torch.device) -> None:
     """Wait until a device has computed what was launched; only then is a measured time that of the computation."""
     if device.type == "cuda":
@@ -51,5 +56,5 @@ def free_memory_bytes(device: str) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = int(torch.cuda.mem_get_info(device)[0]) + unused
     else:
-        free = int(psutil.virtual_memory().available)
+        free = measure_memory().free_bytes
     return max(0, free - OwnerReserve.n_bytes)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from swarmd.logs import configure_child
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.worker import Ending
 
@@ -24,7 +25,7 @@ def serve_daemon(name: str, serve: Callable[[socket.socket], None]) -> None:
     """Set this process up and serve the socket whose number is its first argument. ``name`` stands before its logs."""
     gc.freeze()  # what importing made stays, and need not be looked at again
     gc.enable()
-    logging.basicConfig(level=logging.WARNING, format=f"{name} %(process)d: %(message)s")
+    configure_child(f"{name} %(process)d: %(message)s", logging.WARNING)
     os.environ["HF_HUB_OFFLINE"] = "1"
     with socket.socket(fileno=int(sys.argv[1])) as connection, _last_words(connection):
         serve(connection)

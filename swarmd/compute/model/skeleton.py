@@ -28,7 +28,7 @@ from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.layers import quantise_layer, replace_layers
 from swarmd.compute.linear.quantize import library_config
 from swarmd.errors import ConfigError, SwarmError
-from swarmd.plan.chains.memory import WORKSPACE_BYTES, tensor_bytes
+from swarmd.plan.chains.memory import WORKSPACE_BYTES, loaded_bits, tensor_bytes
 from swarmd.protocol.models import configuration, manifest, shards
 from swarmd.values import Span
 
@@ -44,8 +44,6 @@ GENERATION_NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "re
 FALLBACK_MAX_TOKENS = 2_048  # of a session, for models that announce no longest context
 MAX_IDS = 64  # tokens that end an answer; the most that a family has is a handful
 OF_NO_WEIGHTS = ("I64", "BOOL")  # of the few tensors that hold places and masks
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 quiet()
 _loading = threading.Lock()  # from_pretrained changes torch's defaults for as long as it builds
@@ -307,8 +305,10 @@ def _load_model(
             kind = state[key].get_dtype()
             if kind not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
                 raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
-        shapes = [tuple(tensor.get_shape()) for tensor in state.values()]
-        _check_memory(folder, shapes, dtype, quantize, device)
+        shapes = {key: tuple(tensor.get_shape()) for key, tensor in state.items()}
+        dtype_name = str(dtype).removeprefix("torch.")
+        kept = {key: loaded_bits(key, shape, quantize, str(config.model_type)) for key, shape in shapes.items()}
+        _check_memory(folder, sum(tensor_bytes(shapes[key], dtype_name, kept[key]) for key in shapes), device)
         bits = library_config(quantize)
         quantisation: dict[str, Any] = {}
         if bits:
@@ -369,16 +369,8 @@ def _share_config(module: nn.Module, old: Any, new: Any) -> None:
                 setattr(part, name, new)
 
 
-def _check_memory(
-    folder: Path,
-    shapes: list[Any],
-    dtype: torch.dtype,
-    quantize: str,
-    device: str,
-) -> None:
-    """Refuse weights that do not fit into what is free. Raises ConfigError."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    needed = sum(tensor_bytes(shape, dtype_name, quantize) for shape in shapes)
+def _check_memory(folder: Path, needed: int, device: str) -> None:
+    """Refuse weights of so many bytes that do not fit into what is free. Raises ConfigError."""
     free = free_memory_bytes(device)
     if needed + WORKSPACE_BYTES <= free:
         return
@@ -421,11 +413,11 @@ def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
 
 def weight_map(folder: Path) -> dict[str, str]:
     """Map tensor names to the files that hold them. Raises ConfigError where there are none."""
-    index = folder / INDEX_FILE
+    index = folder / manifest.INDEX_FILE
     if index.is_file():
         return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    names = [SINGLE_FILE]
-    if not (folder / SINGLE_FILE).is_file():  # a folder that swarmd fills
+    names = [manifest.SINGLE_FILE]
+    if not (folder / manifest.SINGLE_FILE).is_file():  # a folder that swarmd fills
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     files: dict[str, str] = {}
     for name in names:

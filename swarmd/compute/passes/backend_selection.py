@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.model.skeleton import text_config
 from swarmd.compute.passes.backend import MAX_TRACED_TOKENS, BackendTable, RaggedBackend, TableRow
@@ -268,7 +269,7 @@ def begin_selection(span: LoadedSpan) -> BackendSelection | None:
         on_block=lambda: span.on_block(),  # looked up each time, so that it can be replaced
     )
     n_positions = getattr(text_config(span.model.config), "max_position_embeddings", None)
-    trial = Trial(partial(RaggedBackend, span.family, ragged), partial(_example_sessions, span), n_positions)
+    trial = Trial(partial(RaggedBackend, span.family, ragged), _Examples(span), n_positions)
     return BackendSelection(all_candidates(subject, trial), trial, span.table(span.span), span.options.remembered)
 
 
@@ -279,14 +280,34 @@ def select_backends(span: LoadedSpan) -> None:
         selection.step()
 
 
-def _example_sessions(span: LoadedSpan, n_sessions: int, position: int, hop: Span) -> list[SessionTokens]:
-    """Make sessions with 2, 3, ... past tokens from a position on, and a new token each; the same each time."""
-    rng = torch.Generator().manual_seed(0)
-    examples = []
-    for n_past in range(2, 2 + n_sessions):
-        hidden = span.family.random_hidden(1, n_past + 1, rng)
-        positions = position + torch.arange(n_past + 1, device=span.device).unsqueeze(0)
-        cache = span.new_cache(hop)
-        span.forward(hidden[:, :-1], positions[:, :-1], None, cache, 0, hop)
-        examples.append(SessionTokens(hidden[:, -1:], positions[:, -1:], cache, n_past))
-    return examples
+class _Examples:
+    """Sessions with 2, 3, ... past tokens from a position on, and a new token each; the same each time.
+
+    A selection takes them some 30 times. The past of each is computed once, and copied where its cache is plain.
+    """
+
+    def __init__(self, span: LoadedSpan) -> None:
+        self._span = span
+        self._pasts: dict[tuple[int, Span], list[SpanCache]] = {}
+
+    @torch.inference_mode()
+    def __call__(self, n_sessions: int, position: int, hop: Span) -> list[SessionTokens]:
+        """Make so many of them."""
+        rng = torch.Generator().manual_seed(0)
+        pasts = self._pasts.setdefault((position, hop), [])
+        examples = []
+        for number in range(n_sessions):
+            n_past = number + 2
+            hidden = self._span.family.random_hidden(1, n_past + 1, rng)
+            positions = position + torch.arange(n_past + 1, device=self._span.device).unsqueeze(0)
+            cache = self._span.new_cache(hop)
+            if not cache.is_plain:
+                self._span.forward(hidden[:, :-1], positions[:, :-1], None, cache, 0, hop)
+            else:
+                if number == len(pasts):
+                    past = self._span.new_cache(hop)
+                    self._span.forward(hidden[:, :-1], positions[:, :-1], None, past, 0, hop)
+                    pasts.append(past)
+                cache.take_over(pasts[number], 0, n_past, may_share=False)
+            examples.append(SessionTokens(hidden[:, -1:], positions[:, -1:], cache, n_past))
+        return examples

@@ -226,7 +226,7 @@ class TracedCandidate:
 class GraphCandidate:
     """A traced pass as a CUDA graph (``graphs``)."""
 
-    name = "one call"
+    name = "a CUDA graph"
     is_told = True
     stage = "recording a pass"
     errors = TRACER_ERRORS

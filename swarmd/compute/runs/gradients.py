@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarmd.compute.hardware.device import device_description, pick_device
+from swarmd.compute.hardware.device import device_description, pick_device, use_threads
 from swarmd.compute.hardware.worker_process import serve_daemon
 from swarmd.compute.model import skeleton
 from swarmd.compute.runs.expert_balance import balance_factor
@@ -336,8 +336,7 @@ class GradientWorker:
         return messages.encode_frame(ComputedRows(loss=loss))
 
     def _load_run(self, message: LoadRun, raw: bytes) -> bytes:
-        if message.threads:
-            torch.set_num_threads(message.threads)
+        use_threads(message.threads)
         recipe = read_run_untrusted(raw).recipe
         device = pick_device()
         model = build(Path(message.path), recipe)

@@ -4,9 +4,9 @@ The scheduler and its sessions know nothing else of it: no modules, no families,
 ``engines.load_engine``. What not every engine can (fine-tuning, a head, faster backends later) is beside it in a
 ``LoadedEngine``.
 
-    frames -> Worker -> Scheduler -> HopSession           which ops are computed together, and what is answered
-                            |            |
-                          run(pieces)  SessionCache       how: torch (``passes.span.LoadedSpan``), or another library
+    frames -> Worker -> Scheduler -> SessionQueues -> HopSession    which ops are computed together, what is answered
+                            |                             |
+                          run(pieces)               SessionCache    how: torch (``LoadedSpan``), or another library
 """
 
 from __future__ import annotations

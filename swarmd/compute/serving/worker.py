@@ -7,17 +7,17 @@ socket does. What goes wrong with an op is answered with a refusal; what goes wr
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from swarmd.compute.hardware.device import OwnerReserve
+from swarmd.compute.hardware.device import OwnerReserve, use_threads
 from swarmd.compute.hardware.preemption import Preempted
 from swarmd.compute.hardware.worker_process import serve_daemon
+from swarmd.compute.serving.daemon_socket import TICK_INTERVAL_S, DaemonSocket
 from swarmd.compute.serving.engine import Adapters, BackgroundWork, FineTuning, LoadSignals
 from swarmd.compute.serving.engines import ENGINES, EngineKind, load_engine
 from swarmd.compute.serving.rates import SpeedMeter
@@ -25,10 +25,9 @@ from swarmd.compute.serving.scheduler import Scheduler
 from swarmd.compute.serving.torch_engine import spill_folder
 from swarmd.errors import ConfigError, RemoteProtocolError
 from swarmd.plan.chains.fine_tuning import Allowance
-from swarmd.plan.owner.duty import Duty
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire import messages, worker
-from swarmd.protocol.wire.frames import Frame, FrameDecoder
+from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import Op
 from swarmd.protocol.wire.worker import (
     AdapterLoaded,
@@ -44,29 +43,27 @@ from swarmd.wire.history import Budget
 
 logger = logging.getLogger(__name__)
 
-TICK_INTERVAL_S = 0.5  # an eighth of the silence after which the daemon gives a worker up
 IDLE_S = 0.3  # nothing to do for so long: then measure, which would delay work
 BUSY_PAUSE_S = 1.0  # between steps to faster backends that do not give way: sessions that decode notice each
 MEASURE_INTERVAL_S = 600.0  # other programs come and go on a volunteer's machine
-_RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
 
 # One thread, one loop:
 #
 #     receive all that is there -> fine-tuning, a slice -> a pass over all sessions -> send -> settle -> ...
 #
-# Nothing here waits while there is work, except when the owner's share of the machine is used up (``_duty``), or when
-# a pass is worth delaying because more sessions are about to send their steps (``Scheduler.patience_s``). A pass cannot
-# be interrupted, so what may take long calls ``_on_block`` after each block: there ticks are sent, by which the daemon
-# sees a worker that is alive, and steps of other sessions are let in. With nothing to do it looks for faster execution
-# backends and measures its speed, in steps that a frame has to wait for at most once.
+# Nothing here waits while there is work, except when the owner's share of the machine is used up
+# (``DaemonSocket.rest_s``), or when a pass is worth delaying because more sessions are about to send their steps
+# (``Scheduler.patience_s``). A pass cannot be interrupted, so what may take long calls ``_on_block`` after each block:
+# there ticks are sent, by which the daemon sees a worker that is alive, and steps of other sessions are let in. With
+# nothing to do it looks for faster execution backends and measures its speed, in steps that a frame has to wait for at
+# most once.
 class Worker:
     """Takes all frames that are there, computes a pass, answers all that it completed in one send."""
 
     def __init__(self, connection: socket.socket, engine_kinds: Sequence[EngineKind] = ENGINES) -> None:
-        self._connection = connection
+        self._socket = DaemonSocket(connection)
         self._engine_kinds = engine_kinds
-        self._decoder = FrameDecoder()
         self._scheduler: Scheduler | None = None
         self._deferred: list[Frame] = []  # came in the midst of a pass, and can wait for its end
         self._is_letting_in = False
@@ -74,11 +71,8 @@ class Worker:
         self._allowance = Allowance(0.0)
         self._is_resting = False
         self._n_handled = 0  # frames that neither the engine nor fine-tuning counts
-        self._ticked_at = 0.0
         self._measure_at = 0.0
         self._meter: SpeedMeter
-        self._duty = Duty()
-        self._woke_at = time.monotonic()
         self._background: BackgroundWork | None = None
         self._improved_at = 0.0
         self._is_preemptible = False
@@ -92,30 +86,30 @@ class Worker:
             deferred = self._deferred
             self._deferred = []
             is_idle = not self._has_work and not answers and not deferred
-            for frame in (*deferred, *self._receive_frames(wait=is_idle)):
+            for frame in (*deferred, *self._socket.receive(wait=is_idle)):
                 answers += self._take_frame(frame)
                 self._tick_if_due()
             if self._scheduler is None or not self._has_work:
                 self._send_frames(answers)
                 answers = []
                 continue
-            if rest_s := self._duty.wait_s(time.monotonic()):
+            if rest_s := self._socket.rest_s():
                 if answers:
                     self._send_frames(answers)
                     answers = []
-                self._wait_for_frame(min(rest_s, TICK_INTERVAL_S))
+                self._socket.wait_for_frame(min(rest_s, TICK_INTERVAL_S))
                 self._tick_if_due()
                 continue
             trained, wait_s = self._run_fine_tuning() if self._training.has_work else ([], 0.0)
             if not self._scheduler.has_work:
                 self._send_frames([*answers, *trained])
                 answers = []
-                self._count_work()
+                self._socket.count_work()
                 if wait_s:
-                    self._wait_for_frame(wait_s)
+                    self._socket.wait_for_frame(wait_s)
                 continue
             answers += trained
-            if (wait_s := self._scheduler.patience_s()) and self._wait_for_frame(wait_s):
+            if (wait_s := self._scheduler.patience_s()) and self._socket.wait_for_frame(wait_s):
                 continue
             if answers:
                 self._send_frames(answers)  # before those of steps that this pass lets in
@@ -123,30 +117,7 @@ class Worker:
                 self._improve_backends(is_preemptible=False)
             self._send_frames(list(self._scheduler.run_pass()))
             answers = list(self._scheduler.settle())  # what was answered is on its way meanwhile
-            self._count_work()
-
-    def _wait_for_frame(self, seconds: float) -> bool:
-        """Wait for a frame; has one come?"""
-        self._count_work()
-        has_come = self._has_frame(seconds)
-        self._woke_at = time.monotonic()
-        return has_come
-
-    def _has_frame(self, timeout_s: float = 0) -> bool:
-        """Is there something to receive, or will there be before the timeout?"""
-        readable, _, _ = select.select(
-            [self._connection],
-            [],
-            [],
-            timeout_s,
-        )
-        return bool(readable)
-
-    def _count_work(self) -> None:
-        """Count all the time since it last waited as work."""
-        now = time.monotonic()
-        self._duty.worked(now - self._woke_at, now)
-        self._woke_at = now
+            self._socket.count_work()
 
     @property
     def _has_work(self) -> bool:
@@ -175,7 +146,7 @@ class Worker:
             return False
         finally:
             self._is_preemptible = False
-            self._count_work()  # its owner's share is for all that is computed
+            self._socket.count_work()  # its owner's share is for all that is computed
             self._improved_at = time.monotonic()
         if is_made and self._background.news:
             self._send_frames([messages.encode_frame(self._background.news.pop())])
@@ -187,38 +158,20 @@ class Worker:
         """While nothing comes, become faster and measure, pass by pass: a frame that arrives waits for one at most."""
         wait_s = IDLE_S
         while self._background is not None and not self._has_work and not self._is_resting:
-            if self._wait_for_frame(max(wait_s, self._duty.wait_s(time.monotonic()))):
+            if self._socket.wait_for_frame(max(wait_s, self._socket.rest_s())):
                 return
             wait_s = 0.0 if self._improve_backends(is_preemptible=True) else IDLE_S
         while self._scheduler is not None and not self._has_work and not self._is_resting:
             wait_s = max(IDLE_S, self._measure_at - time.monotonic())
-            if self._wait_for_frame(wait_s):
+            if self._socket.wait_for_frame(wait_s):
                 return
             is_measured = self._meter.measure()
             if is_measured:
                 self._send_frames([messages.encode_frame(self._meter.speed)])
-            self._woke_at = time.monotonic()  # nobody who comes now is to wait for that
+            self._socket.begin_work()  # nobody who comes now is to wait for that
             if not is_measured:
                 return
             self._measure_at = time.monotonic() + (MEASURE_INTERVAL_S if self._meter.is_complete else IDLE_S)
-
-    def _receive_frames(self, *, wait: bool) -> Iterator[Frame]:
-        """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""
-        flags = 0 if wait else socket.MSG_DONTWAIT
-        while True:
-            if not flags:
-                self._count_work()
-            try:
-                data = self._connection.recv(_RECEIVE_BYTES, flags)
-            except BlockingIOError:
-                return
-            if not data:
-                raise EOFError
-            if not flags:
-                self._woke_at = time.monotonic()  # it has waited
-            yield from self._decoder.feed_untrusted(data)
-            if self._decoder.is_between_frames:
-                flags = socket.MSG_DONTWAIT
 
     def _take_frame(self, frame: Frame) -> list[bytes]:
         """Handle one frame of the daemon's; returns the frames to send."""
@@ -237,8 +190,7 @@ class Worker:
             return []
         if isinstance(message, SetComputeShare):
             self._n_handled += 1
-            self._duty = Duty(message.share)
-            self._woke_at = time.monotonic()  # loading is nobody's debt
+            self._socket.set_share(message.share)
             return []
         assert self._scheduler is not None, "the daemon sends work after Loaded"
         if isinstance(message, LoadAdapter):
@@ -257,14 +209,11 @@ class Worker:
         if self._scheduler is not None:
             handled += self._scheduler.handled + self._training.handled
             n_reused = self._scheduler.n_reused
-        tick = messages.encode_frame(Tick(handled=handled, reused=n_reused))
-        self._connection.sendall(b"".join((*answers, tick)))
-        self._ticked_at = time.monotonic()
+        self._socket.send(answers, Tick(handled=handled, reused=n_reused))
 
     def _load_model(self, request: LoadSpan) -> Message:
         """Load blocks, and be ready for work; returns what the daemon is told."""
-        if request.threads:
-            torch.set_num_threads(request.threads)
+        use_threads(request.threads)
         OwnerReserve.n_bytes = request.leave_free_bytes
         try:
             loaded = load_engine(request, LoadSignals(self._on_block, self._tell_progress), self._engine_kinds)
@@ -273,14 +222,14 @@ class Worker:
         budget = Budget(request.history_bytes or 1 << 30, spill_folder(request))
         self._scheduler = Scheduler(loaded.engine, budget, can_interleave=True, head=loaded.head)
         self._background = loaded.background
-        self._meter = SpeedMeter(loaded.engine, loaded.description.speed, self._has_frame)
+        self._meter = SpeedMeter(loaded.engine, loaded.description.speed, self._socket.has_frame)
         self._training = loaded.fine_tuning
         self._allowance = Allowance(request.tuning_share)
         return loaded.description
 
     def _tell_progress(self, stage: str, done: int, total: int) -> None:
         """Tell what is done while it loads, as often as ticks are sent."""
-        if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
+        if self._socket.is_tick_due:
             loading = Loading(stage=stage, done=done, total=total)
             self._send_frames([messages.encode_frame(loading)])
 
@@ -290,7 +239,7 @@ class Worker:
         A pass that only serves to become faster is broken off where somebody waits.
         """
         self._tick_if_due()
-        if self._is_preemptible and self._has_frame():
+        if self._is_preemptible and self._socket.has_frame():
             raise Preempted
         if self._scheduler is None or not self._scheduler.is_open_to_steps or self._is_letting_in:
             return
@@ -304,7 +253,7 @@ class Worker:
     def _let_in_steps(self, scheduler: Scheduler) -> None:
         """Take ops that have come and compute those that are ready; all other frames wait for the end of the pass."""
         answers: list[bytes] = []
-        for frame in () if self._deferred else self._receive_frames(wait=False):
+        for frame in () if self._deferred else self._socket.receive(wait=False):
             if self._deferred or not _is_op(frame):  # what follows has to wait with it
                 self._deferred.append(frame)
             else:
@@ -317,7 +266,7 @@ class Worker:
 
     def _tick_if_due(self) -> None:
         """Give a sign of life, if the last one is old enough."""
-        if time.monotonic() - self._ticked_at >= TICK_INTERVAL_S:
+        if self._socket.is_tick_due:
             self._send_frames([])
 
 

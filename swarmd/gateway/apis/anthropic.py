@@ -137,8 +137,7 @@ def _read_turns(role: str, blocks: list[Any], where: str) -> list[JsonObject]:
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
         elif kind == "tool_use":
-            arguments = json.dumps(block.get("input", {}))
-            function = {"name": str(block.get("name", "")), "arguments": arguments}
+            function = {"name": str(block.get("name", "")), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             content = _read_text(block.get("content") or "", where)

@@ -1,6 +1,6 @@
 """OpenAI's chat completions and completions: their requests as ``GenerationRequest``, what comes of it in their form.
 
-Source: OpenAI's API reference; what its clients insist on is in ../shared/facts/gateway.md.
+Source: OpenAI's API reference, and what its clients insist on (docs/gateway.md, "Clients").
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What an answer consists of: text, thoughts, calls of tools, as the family marks them, while it grows.
 
 The marks and their parser are transformers' own (``utils.chat_parsing``). A model for which it has none gives text;
-where a request forces a call, a grammar makes it JSON, which needs no marks.
+where a request forces a call, a grammar makes it JSON, which needs no marks. A call that is cut off, or that no
+program could make, is text as well: exactly what the model wrote.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from swarmd.gateway.apis.schema import JsonObject
 
@@ -44,14 +46,14 @@ class PlainParts:
 
 
 class MarkedParts:
-    """Parts as the family marks them."""
+    """Parts as the family marks them. Without ``tools`` there are no calls: marks of some are text."""
 
     keeps_special = True
 
     def __init__(self, template: JsonObject, tail: str, tools: list[JsonObject] | None) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
+        from swarmd.gateway.apis.call_region import CallRegionParser  # late: transformers takes a second
 
-        self._parser = ResponseParser(template, prefix=tail, tools=tools)
+        self._parser = CallRegionParser(template, tail, tools)
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Return the parts that are complete once this text has come."""
@@ -62,16 +64,14 @@ class MarkedParts:
         return self._read_events(self._parser.finalize()[1])
 
     def _read_events(self, events: list[JsonObject]) -> list[AnswerPart]:
-        parts = []
+        parts: list[AnswerPart] = []
         for event in events:
             kind = event.get("type")
             field = event.get("field", "content")
             if kind == "region_chunk" and field in ("content", *THOUGHTS) and event.get("text"):
                 parts.append(AnswerPart("content" if field == "content" else "reasoning", event["text"]))
-            elif kind == "region_close" and field == "tool_calls":
-                value = event.get("value")
-                calls = value if isinstance(value, list) else [value]
-                parts += [_read_call(call) for call in calls if isinstance(call, dict)]
+            elif "written" in event:
+                parts += _read_calls(event["value"], event["written"])
         return parts
 
 
@@ -92,20 +92,42 @@ class ToolCallParts:
         """Return the calls, or the text itself where it was cut off."""
         try:
             decoded = json.loads(self._text)
-        except ValueError:  # cut off in the middle: what is there is all that there is
-            return [AnswerPart("content", self._text)] if self._text else []
+        except (ValueError, RecursionError):  # cut off in the middle: what is there is all that there is
+            decoded = None
         calls = decoded if isinstance(decoded, list) else [decoded]
-        return [_read_call({"function": call}) for call in calls]
+        return _read_calls([{"function": call} for call in calls], self._text)
 
 
 Parts = PlainParts | MarkedParts | ToolCallParts
 
 
-def _read_call(value: JsonObject) -> AnswerPart:
-    function = value.get("function", value)
-    arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return AnswerPart("call", text, str(function.get("name", "")))
+def _read_calls(value: Any, written: str) -> list[AnswerPart]:
+    """Read one call or a list of them; what was ``written`` for them is content where one is none."""
+    parts: list[AnswerPart] = []
+    for call in value if isinstance(value, list) else [value]:
+        part = _read_call(call)
+        if part is None:
+            return [AnswerPart("content", written)] if written else []
+        parts.append(part)
+    return parts
+
+
+def _read_call(value: Any) -> AnswerPart | None:
+    """Read a call that was parsed; None for what no program could make: no name, or arguments that are no object."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        return None
+    arguments = function.get("arguments")
+    if arguments in (None, ""):  # of a function that takes none
+        arguments = {}
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        is_object = isinstance(json.loads(text), dict)
+        f"{name}{text}".encode()
+    except (ValueError, RecursionError):  # also: half a surrogate pair, which no answer can hold
+        return None
+    return AnswerPart("call", text, name) if is_object else None
 
 
 @cache

@@ -114,7 +114,7 @@ def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: Func
 
 def _add_call(turns: list[JsonObject], item: JsonObject, names: FunctionNames) -> None:
     """Add a call that the model made before, to the assistant's turn that it belongs to."""
-    arguments = str(item.get("arguments", "{}"))
+    arguments = item.get("arguments")
     if item.get("type") == "custom_tool_call":  # whose input is text of any form
         text = str(item.get("input", ""))
         arguments = json.dumps({"input": text}, ensure_ascii=False)

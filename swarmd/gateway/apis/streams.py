@@ -1,7 +1,7 @@
 """Answers over HTTP, streamed or not, that end when the client has gone, and streams that never fall silent.
 
 hypercorn on trio cancels a streamed answer by itself, a plain one never, and ``request.is_disconnected`` is always
-False there (../shared/facts/gateway.md): both are done here alike, by a task that waits for the disconnect.
+False there (hypercorn's issue 210): both are done here alike, by a task that waits for the disconnect.
 """
 
 from __future__ import annotations

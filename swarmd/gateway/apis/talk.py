@@ -132,7 +132,7 @@ class PreparedRequest:
         marks = load_marks(self.engine.ends.family) if self.request.messages else None
         if marks is None or self.options.grammar:
             return PlainParts()
-        return MarkedParts(marks, self.tail, list(self.request.tools) or None)
+        return MarkedParts(marks, self.tail, _shown_tools(self.request))
 
     def _options_of(self, number: int) -> AnswerOptions:
         """Give each answer its own seed, so that answers to one prompt differ, and its own place in the grammar."""

@@ -1,4 +1,4 @@
-"""What happens in the gateway, for Prometheus: vLLM's names (docs/design/metrics.md) with the prefix ``swarmd_``."""
+"""What happens in the gateway, for Prometheus: vLLM's names (docs.vllm.ai, "Metrics") with the prefix ``swarmd_``."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class GenerationRow:
 
     def tell(self, report: RowReport) -> None:
         """Write into the report what has happened so far."""
-        report.chain = self.session.chain
+        report.chain = self.session.hop_names
         for repair in self.session.statistics.repairs[self._n_repairs :]:
             report.repairs.append(repair.reason)
             report.longest_stall_s = max(report.longest_stall_s, repair.stall_s)

@@ -26,7 +26,7 @@ export function machine(news) {
 }
 
 function draw({ status, history }, act, said) {
-  const rows = [["This peer", status.peer], ["Swarm", `${status.swarm}, ${status.members} members known`],
+  const rows = [["This peer", status.peer + (status.name ? ` (${status.name})` : "")], ["Swarm", `${status.swarm}, ${status.members} members known`],
     ["Up for", `${number(status.uptime_s / 60)} min, version ${status.version}, ${number(status.memory_mib)} MiB`]];
   for (const one of status.hosting) {
     const serving = one.serving;

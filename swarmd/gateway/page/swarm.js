@@ -32,7 +32,7 @@ function map(model, data, update) {
   for (const peer of data.peers) for (const s of peer.spans)
     if (s.model === model.model && s.state === "online") for (let b = s.start; b < s.end; b++) counts[b]++;
   const rows = spans.slice(0, wanted).map(([peer, span]) => h("tr", {},
-    h("th", { scope: "row" }, peer.short + (peer.is_here ? " (here)" : "")),
+    h("th", { scope: "row" }, peer.label + (peer.is_here ? " (here)" : "")),
     h("td", {}, `${span.state} [${span.start},${span.end})`),
     ...counts.map((_, b) => {
       const is = b >= span.start && b < span.end;
@@ -58,7 +58,7 @@ function map(model, data, update) {
 function peers(data, update) {
   const found = data.peers.filter(fits);
   const rows = found.slice(0, wanted).map((peer) => h("tr", {},
-    h("th", { scope: "row" }, peer.short + (peer.is_here ? " (here)" : "")),
+    h("th", { scope: "row" }, peer.label + (peer.is_here ? " (here)" : "")),
     h("td", {}, peer.device), h("td", {}, `${number(peer.memory_gib)} GiB`),
     h("td", {}, peer.up_mbit == null ? "unknown" : `${number(peer.up_mbit)} / ${number(peer.down_mbit)}`),
     h("td", {}, peer.spans.map((s) => number(s.tokens_per_s)).join(", ") || "–"),

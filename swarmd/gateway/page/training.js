@@ -9,23 +9,24 @@ export function training(news) {
     const runs = news.training?.runs ?? [];
     if (news.training?.error) return element.replaceChildren(h("p", { class: "bad" }, news.training.error));
     if (!runs.length) return element.replaceChildren(h("p", { class: "dim" }, "No training runs are known here; swarmd train start begins one."));
-    element.replaceChildren(...runs.map(draw));
+    const label = (id) => news.swarm?.peers.find((peer) => peer.peer === id)?.label ?? id.slice(-8);
+    element.replaceChildren(...runs.map((run) => draw(run, label)));
   }
   return { element, update };
 }
 
-function draw(run) {
+function draw(run, label) {
   const losses = run.losses.map((loss, i) => [i, loss]);
   return h("section", {}, h("h2", {}, run.name),
     run.failure && h("p", { class: "bad" }, `It does not go on here: ${run.failure}`),
     losses.length > 0 && curve("Loss", losses, "", true),
-    h("ul", {}, ...sentences(run).map((text) => h("li", {}, text))),
-    run.peers.length > 0 && others(run.peers),
+    h("ul", {}, ...sentences(run, label).map((text) => h("li", {}, text))),
+    run.peers.length > 0 && others(run.peers, label),
     h("p", { class: "dim" }, `Run ${run.run}`));
 }
 
 // What swarmd train status says, in sentences; what is not known yet is left out.
-function sentences(run) {
+function sentences(run, label) {
   const found = [
     `This machine ${ROLES[run.role] ?? `is ${run.role}`}${run.device ? ` on ${run.device}` : ""}. State: ${run.state}${run.why ? `; ${run.why}` : ""}.`,
     `${run.update}${run.updates == null ? "" : ` of ${run.updates}`} updates are done, from ${count(run.samples, "sample")}.`,
@@ -41,7 +42,7 @@ function sentences(run) {
   const { audits } = run;
   if (audits.checked) found.push(`${count(audits.checked, "contribution")} of others ${audits.checked === 1 ? "was" : "were"} computed again here: ${audits.wrong ? `${audits.wrong} wrong` : "none wrong"}.`);
   if (audits.trouble) found.push(audits.trouble);
-  if (run.shunned.length) found.push(`Done without, for faulty numbers: ${run.shunned.map((peer) => peer.slice(-8)).join(", ")}.`);
+  if (run.shunned.length) found.push(`Done without, for faulty numbers: ${run.shunned.map(label).join(", ")}.`);
   return found;
 }
 
@@ -52,9 +53,9 @@ function round(last) {
   return `The last round that was led here had ${count(last.n_members, "member")}: gathered in ${time(last.gather_s)}, averaged in ${time(last.average_s)}, committed in ${time(last.commit_s)}${left}.`;
 }
 
-function others(peers) {
+function others(peers, label) {
   const heads = ["peer", "role", "update", "samples/s", "doing"];
-  const rows = peers.map((peer) => h("tr", {}, h("th", { scope: "row" }, peer.peer.slice(-8)), h("td", {}, peer.role),
+  const rows = peers.map((peer) => h("tr", {}, h("th", { scope: "row" }, label(peer.peer)), h("td", {}, peer.role),
     h("td", {}, String(peer.update)), h("td", {}, number(peer.samples_per_s)), h("td", {}, peer.status)));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Other members" }, h("table", {},
     h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, ...rows)));

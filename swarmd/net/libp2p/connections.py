@@ -16,6 +16,9 @@ from swarmd.net.libp2p.yamux import YamuxConnection
 from swarmd.values import PeerId
 
 if TYPE_CHECKING:
+    from multiaddr import Multiaddr
+
+    from swarmd.net.late_addresses import LateAddresses
     from swarmd.net.libp2p.addresses import OwnAddresses
     from swarmd.net.libp2p.swarm import GuardedSwarm
 
@@ -34,6 +37,7 @@ class Host(Protocol):
     peer_id: PeerId
     swarm: GuardedSwarm
     own_addresses: OwnAddresses
+    late_addresses: LateAddresses[Multiaddr]
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remember where a peer was said to be."""

@@ -24,7 +24,7 @@ from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from swarmd.net.interfaces import expand_wildcards, own_networks
-from swarmd.net.libp2p.own_port import connect_from, reserve_port
+from swarmd.net.libp2p.own_port import connect_from, ports_of, reserve_port
 from swarmd.net.traffic import UsedUpError
 from swarmd.plan.links.dial_budget import DialBudget
 from swarmd.plan.links.dialing import Attempt, is_circuit, order_attempts
@@ -66,8 +66,7 @@ class Dialler:
         self._is_used_up = is_used_up
         self._tcp = TCP()
         self._budget = DialBudget()
-        self._own_port = 0
-        self._listens = True
+        self._reserved_port = 0
 
     async def dial(self, peer_id: ID) -> INetConn:
         """Try all known addresses, the likeliest first. Raises SwarmException with what became of each."""
@@ -118,10 +117,13 @@ class Dialler:
         Who listens dials from that port only where a router has to know it: two that dialled each other from there in
         the same moment would make one connection, on which both begin.
         """
-        listening = self._listen_addresses()
-        self._listens = bool(listening)
-        with reserve_port(listening) as self._own_port:
+        with reserve_port(self._listen_addresses()) as self._reserved_port:
             yield
+
+    @property
+    def _own_port(self) -> int:
+        """An address may have come after the start: then it is the port that this peer listens on there."""
+        return next(ports_of(self._listen_addresses()), self._reserved_port)
 
     async def dial_from_own_port(self, peer_id: ID) -> INetConn:
         """A connection beside those that there are. Raises SwarmException."""
@@ -201,7 +203,7 @@ class Dialler:
             raise OpenConnectionError(str(UsedUpError()))
         if is_circuit(address):
             return await self.dial_circuit(address, peer_id)
-        if not self._listens and address.startswith("/ip4/"):
+        if not self._listen_addresses() and address.startswith("/ip4/"):
             try:
                 return await connect_from(self._own_port, _parse_untrusted(address))
             except OpenConnectionError as error:

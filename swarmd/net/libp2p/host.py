@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import logging
 import socket
@@ -35,6 +34,7 @@ from multiaddr import Multiaddr
 from swarmd.errors import ConfigError, PeerError, PeerTimeout, Unreachable
 from swarmd.net.api import PURPOSES, Purpose, StreamHandler, Way
 from swarmd.net.interfaces import has_ipv6, own_networks
+from swarmd.net.late_addresses import LateAddresses, find_host, require_free
 from swarmd.net.libp2p.addresses import OwnAddresses
 from swarmd.net.libp2p.connections import is_relayed, protocol_of, remote_of
 from swarmd.net.libp2p.dialler import HandshakeError
@@ -55,6 +55,7 @@ OPEN_TIMEOUT_S = 4.0  # negotiation of a stream, two round trips
 ADDRESS_TTL_S = 3_600  # records renew addresses far more often
 MAX_DIALS = 3  # of one wish to be connected: some other's may fail, or be ended, meanwhile
 EVERY_IPV6 = "/ip6/::/"  # left out where a machine has no IPv6, and something else to listen on
+FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}  # of names in multiaddrs
 OPEN_ERRORS = (
     UnicodeDecodeError,  # of what a peer calls its protocols (row 20)
     SwarmException,
@@ -134,6 +135,7 @@ class Libp2pNetwork:
         self.peer_id = identity.peer_id
         may_use_ipv6 = len(options.listen) == 1 or has_ipv6()
         self._listen = tuple(a for a in options.listen if may_use_ipv6 or not a.startswith(EVERY_IPV6))
+        self.late_addresses = LateAddresses("connections", _find_address)
         self._blocked = options.blocked
         self._handlers: dict[Purpose, StreamHandler] = {}
         self._dials = SharedAttempts()
@@ -154,13 +156,23 @@ class Libp2pNetwork:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Listen, and close everything on the way out. Raises ConfigError when an address cannot be used."""
-        listen = [Multiaddr(_with_free_port(address)) for address in self._listen]
-        async with self.host.run(listen_addrs=listen):
-            if listen and not self.host.get_transport_addrs():
-                raise ConfigError(f"cannot listen on {', '.join(map(str, listen))}")
+        """Listen where it can by now, and close everything on the way out.
+
+        Raises ConfigError for an address that can never be used, or whose port is taken.
+        """
+        found = await self.late_addresses.find_all(self._listen)
+        async with self.host.run(listen_addrs=found):
+            if found and not self.host.get_transport_addrs():
+                raise ConfigError(f"cannot listen on {', '.join(map(str, found))}")
             with self.swarm.dialler.own_port():
-                yield
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.late_addresses.run, self._listen_on)
+                    yield
+                    nursery.cancel_scope.cancel()
+
+    async def _listen_on(self, address: Multiaddr) -> None:
+        if not await self.swarm.listen(address):
+            raise ConfigError(f"cannot listen on {address}")
 
     def addresses(self) -> tuple[str, ...]:
         """See ``net.api.Network``."""
@@ -338,26 +350,23 @@ def _host_value(address: Multiaddr) -> str | None:
     return value
 
 
-def _with_free_port(address: str) -> str:
-    """Check that a TCP port can be bound: the library's listener shares ports and would hide a conflict."""
+async def _find_address(address: str) -> Multiaddr:
+    """Check that a TCP port can be bound: the library's listener shares ports and would hide a conflict.
+
+    A name becomes the address that it stands for: the library would listen on all that this machine has. Raises
+    ConfigError, NotThereError.
+    """
     try:
         parsed = Multiaddr(address)
-        host = _host_value(parsed)
-        port = parsed.value_for_protocol("tcp")
+        kind, host = parsed.protocols()[0].name, str(_host_value(parsed))
+        port = int(str(parsed.value_for_protocol("tcp")))
     except (ValueError, LookupError) as error:
         raise ConfigError(
             f"expected a listen address such as /ip4/0.0.0.0/tcp/4001, got {address!r}: {error}"
         ) from None
-    family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        if port != "0":
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((str(host), int(str(port))))
-        except OSError as error:
-            reason = "in use by another program" if error.errno == errno.EADDRINUSE else error.strerror
-            raise ConfigError(f"cannot listen on {address}: {reason}; choose another with --listen") from None
-    return address
+    found = await find_host(host, FAMILIES[kind]) if kind in FAMILIES else host
+    require_free(found, port)
+    return Multiaddr(f"/ip{6 if ':' in found else 4}/{found}/tcp/{port}")
 
 
 def _describe_error(error: BaseException) -> str:

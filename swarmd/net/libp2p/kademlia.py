@@ -1,7 +1,7 @@
 """The Kademlia DHT as swarmd's RecordStore: a private namespace whose keys only their owner can write.
 
-Works round what shared facts list: the local copy never answers for the network, a tie prefers the newer bytes,
-the inbound limiter is widened, and provider lists are deduplicated.
+Works round what was measured of py-libp2p's: the local copy never answers for the network, a tie prefers the newer
+bytes, the inbound limiter is widened, and provider lists are deduplicated.
 """
 
 from __future__ import annotations

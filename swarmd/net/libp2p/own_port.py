@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import trio
@@ -19,7 +19,7 @@ ANY_HOST = "0.0.0.0"  # of this machine
 @contextmanager
 def reserve_port(listening: list[Multiaddr]) -> Iterator[int]:
     """The port that this peer listens on over IPv4; else one that nobody else is given meanwhile."""
-    ports = [port_of(address) for address in listening if str(address).startswith("/ip4/")]
+    ports = list(ports_of(listening))
     with socket.socket() as holder:
         if not ports:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -48,6 +48,11 @@ async def connect_from(port: int, address: Multiaddr) -> RawConnection:
         dialling.close()
         raise
     return RawConnection(TrioTCPStream(trio.SocketStream(dialling)), True)
+
+
+def ports_of(listening: Iterable[Multiaddr]) -> Iterator[int]:
+    """The ports that a peer listens on over IPv4."""
+    return (port_of(address) for address in listening if str(address).startswith("/ip4/"))
 
 
 def port_of(address: Multiaddr) -> int:

@@ -25,7 +25,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from multiaddr import Multiaddr
 
-from swarmd.net.handles import is_scarce
+from swarmd.net.inbound import is_scarce
 from swarmd.net.libp2p.dialler import UPGRADE_TIMEOUT_S, Dialler
 from swarmd.net.libp2p.metered import MeteredConnection, traffic_of
 from swarmd.net.libp2p.noise import remote_of

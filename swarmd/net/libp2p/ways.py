@@ -6,7 +6,7 @@ peer is stands in addresses.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from swarmd.net.api import MayRelay, Way
 from swarmd.net.libp2p.circuits import Circuits
@@ -53,6 +53,10 @@ class Libp2pNatTraversal:
     def listening_port(self) -> int | None:
         """See ``net.api.NatTraversal``."""
         return next(iter(self._host.own_addresses.ports()), None)
+
+    def missing_addresses(self) -> Mapping[str, str]:
+        """See ``net.api.NatTraversal``."""
+        return self._host.late_addresses.missing
 
     def own_hosts(self) -> tuple[str, ...]:
         """See ``net.api.NatTraversal``."""

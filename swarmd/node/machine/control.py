@@ -27,6 +27,7 @@ from swarmd.errors import SwarmError
 from swarmd.member_status import PeersAnswer
 from swarmd.net.api import TaskStatus
 from swarmd.net.http import serve_http
+from swarmd.printable import clean_strings
 from swarmd.status import Status
 
 SCHEMA = 1  # of what is answered; raised when a field changes its meaning
@@ -75,6 +76,8 @@ class ControlServices(Protocol):
     def why(self, model: str) -> answers.WhyAnswer: ...
 
     def addresses(self) -> answers.AddressesAnswer: ...
+
+    async def meet(self, addresses: str) -> answers.MeetAnswer: ...
 
     async def ping(self, peer: str) -> answers.PingAnswer: ...
 
@@ -152,6 +155,7 @@ VERBS = (
     _get("addresses", answers.AddressesAnswer, lambda d, q: d.addresses()),
     _get("downloads", answers.DownloadsAnswer, lambda d, q: d.downloads()),
     _get("here", answers.HereAnswer, lambda d, q: d.here(**q), "model"),
+    _post("meet", answers.MeetAnswer, lambda d, q: d.meet(**q), "addresses"),
     _post("ping", answers.PingAnswer, lambda d, q: d.ping(**q), "peer"),
     _post("pull", answers.PullAnswer, lambda d, q: d.pull(**q), "model", "blocks"),
     _post("rm", answers.RemoveAnswer, lambda d, q: d.remove(**q), "model"),
@@ -200,7 +204,8 @@ def _route(daemon: ControlServices, verb: Verb, background: BackgroundTask | Non
 
 
 def _json(value: Status, code: int, background: BackgroundTask | None = None) -> Response:
-    body = msgspec.json.encode({"schema": SCHEMA, **msgspec.structs.asdict(value)})
+    fields = msgspec.to_builtins(value)
+    body = msgspec.json.encode({"schema": SCHEMA, **clean_strings(fields)})  # it is read in a terminal, sooner or later
     headers = {"connection": "close"}  # hypercorn would keep the handle of a client that has gone
     return Response(body, code, headers, media_type="application/json", background=background)
 

@@ -76,7 +76,11 @@ class GatewayProcess:
     async def _run_once(self) -> str:
         """Run it to its end; returns what it said last."""
         environment = {**os.environ, SUPERVISED: "1"}
-        with self.log.open("wb") as log:
+        try:
+            log = self.log.open("wb")
+        except OSError as error:
+            return f"{self.log} cannot be written: {error.strerror}"
+        with log:
             process = await trio.lowlevel.open_process(
                 list(self.command), stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
             )

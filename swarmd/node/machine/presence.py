@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +23,10 @@ import msgspec
 import psutil
 import trio
 
+from swarmd.clocks import elapsed_s, read_zone
 from swarmd.config import PolicyConfig, split
 from swarmd.errors import ConfigError
-from swarmd.folders import write_file
+from swarmd.folders import remove_file, write_file
 from swarmd.hours import Hours
 from swarmd.net.api import TaskStatus
 from swarmd.net.traffic import Traffic
@@ -42,6 +43,8 @@ UNASKED_INTERVAL_S = 60.0  # where no rule asks for a sensor: only somebody who 
 CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # names of Linux' drivers
 POWER_SUPPLIES = Path("/sys/class/power_supply")  # Linux': a folder for each
 SUPPLY = ("type", "scope", "status", "online")  # files in it
+CLOCK_SET = timedelta(seconds=2)  # more than two looks at two clocks differ by, or the network corrects in an hour
+LATEST_PAUSE_S = 253_370_764_800.0  # since 1970: what comes after the year 9998 cannot be shown in every zone
 SENSOR_TIMEOUT_S = 2.0  # for logind, or a card's driver, to answer
 CARDS = ("nvidia-smi", "--query-gpu=temperature.gpu", "--format=csv,noheader,nounits")
 
@@ -57,6 +60,9 @@ class _PauseFile(msgspec.Struct, frozen=True):
 # sensor, else only when the clock can change the outcome. Commands (``pause``, ``resume``, ``follow``) decide at once,
 # with the sensors as they were read last.
 #
+# A pause lasts as long as its owner said, though the clock is set by hours meanwhile: its end moves with the clock.
+# Only a pause from before a restart ends at the time that was written down: nobody knows how long that took.
+#
 # A sensor that cannot be read is None. Each rule says what that means for it, and the reason in ``swarmd status`` says
 # so, too: a machine must not work on against its owner's rule because a driver is missing.
 class Presence:
@@ -69,13 +75,18 @@ class Presence:
         file: Path | None = None,
         traffic: Traffic | None = None,
         sense: Callable[[Rules], Awaitable[Sensors]] | None = None,
+        elapsed: Callable[[], float] = elapsed_s,
     ) -> None:
         self._act = act
         self._file = file
         self._read = sense or partial(trio.to_thread.run_sync, read_sensors)
         self._traffic = traffic or Traffic(limits_of(config))
+        self._elapsed = elapsed
         self._pause = read_pause(file)
-        self._sensors = Sensors(datetime.now())
+        self._pause_ends_s: float | None = (
+            None  # on the clock that nobody sets; None: it was written down, or has no end
+        )
+        self._sensors = Sensors(datetime.now(UTC), read_zone())
         self._changed = trio.Event()
         self.rules = rules_of(config)
         self.share = ComputeShare(config.compute_share)
@@ -111,6 +122,7 @@ class Presence:
     def apply_sensors(self, sensors: Sensors) -> None:
         """Decide, and act when that is another decision."""
         self._sensors = sensors
+        self._move_pause(sensors.now)
         previous = self.verdict
         self.verdict = decide(self.rules, sensors, self._pause, previous.rule == "hottest_c")
         if self.verdict.may_work != previous.may_work:
@@ -146,21 +158,40 @@ class Presence:
 
     def pause(self, for_s: float | None) -> None:
         """Stop at once, for so long or until ``resume``. Raises ConfigError when a restart would forget it."""
-        until = None if for_s is None else time.time() + for_s
-        self._set(_pause_of(until))
-        if self._file is not None:
-            write_file(self._file, msgspec.json.encode(_PauseFile(until)))
+        pause = Pause(None if for_s is None else datetime.now(UTC) + timedelta(seconds=for_s))
+        self._set(pause, None if for_s is None else self._elapsed() + for_s)
+        self._write_pause(pause)
 
     def resume(self) -> None:
-        """End a pause; the rules count again."""
+        """End a pause; the rules count again. Raises ConfigError when a restart would pause anew."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
-        self._set(None)
+            remove_file(self._file)
+        self._set(None, None)
 
-    def _set(self, pause: Pause | None) -> None:
+    def _set(self, pause: Pause | None, ends_s: float | None) -> None:
         self._pause = pause
-        self.apply_sensors(replace(self._sensors, now=datetime.now()))
+        self._pause_ends_s = ends_s
+        self.apply_sensors(replace(self._sensors, now=datetime.now(UTC), zone=read_zone()))
         self._changed.set()
+
+    def _move_pause(self, now: datetime) -> None:
+        """End a pause when its owner said, where the clock was set since then."""
+        if self._pause is None or self._pause.until is None or self._pause_ends_s is None:
+            return
+        until = now + timedelta(seconds=self._pause_ends_s - self._elapsed())
+        if abs(until - self._pause.until) <= CLOCK_SET:
+            return
+        logger.info("the clock was set: the pause ends as long after its begin as its owner said")
+        self._pause = Pause(until)
+        try:
+            self._write_pause(self._pause)
+        except ConfigError as error:
+            logger.warning("a restart would end the pause at another time: %s", error)
+
+    def _write_pause(self, pause: Pause) -> None:
+        if self._file is not None:
+            until = None if pause.until is None else pause.until.timestamp()
+            write_file(self._file, msgspec.json.encode(_PauseFile(until)))
 
     def snapshot(self) -> PolicyStatus:
         changes_at = self.verdict.changes_at
@@ -202,7 +233,8 @@ def limits_of(config: PolicyConfig) -> Limits:
 def read_sensors(rules: Rules) -> Sensors:
     """Read what the rules ask for."""
     return Sensors(
-        now=datetime.now(),
+        now=datetime.now(UTC),
+        zone=read_zone(),
         untouched_s=_untouched_s() if rules.untouched_s else None,
         on_battery=not rules.on_battery and _on_battery(),
         programs=_programs() if rules.not_while else frozenset(),
@@ -285,7 +317,7 @@ def _seat_untouched_s() -> float | None:
     """None where there is no logind; for ever at a machine without a seat."""
     if shutil.which("loginctl") is None:
         return None
-    done = _run_sensor(["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"])
+    done = _run_sensor(["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHintMonotonic"])
     if done is None:
         return None
     properties = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
@@ -293,20 +325,17 @@ def _seat_untouched_s() -> float | None:
         return math.inf
     if properties.get("IdleHint") == "no":
         return 0.0
-    since_us = properties.get("IdleSinceHint", "")
+    since_us = properties.get("IdleSinceHintMonotonic", "")
     if properties.get("IdleHint") != "yes" or not since_us.isdigit():
         return None
-    return time.time() - int(since_us) / 1e6
+    return time.monotonic() - int(since_us) / 1e6
 
 
 def _terminal_untouched_s(terminal: str) -> float | None:
     with suppress(OSError):
-        return time.time() - os.stat(f"/dev/{terminal}").st_atime
+        # The kernel keeps this by the clock that people set: after such a step the next key puts it right.
+        return max(0.0, time.time() - os.stat(f"/dev/{terminal}").st_atime)
     return None
-
-
-def _pause_of(until: float | None) -> Pause:
-    return Pause(None if until is None else datetime.fromtimestamp(until))
 
 
 def read_pause(file: Path | None) -> Pause | None:
@@ -318,8 +347,9 @@ def read_pause(file: Path | None) -> Pause | None:
     except ConfigError as error:
         logger.warning("%s; it stays paused until then", error)
         return Pause()
-    try:
-        return _pause_of(saved.until)
-    except (ValueError, OverflowError, OSError):
+    if saved.until is None:
+        return Pause()
+    if not 0 <= saved.until < LATEST_PAUSE_S:
         logger.warning("%s names no time: it stays paused until swarmd resume", file)
         return Pause()
+    return Pause(datetime.fromtimestamp(saved.until, UTC))

@@ -12,6 +12,8 @@ from collections.abc import MutableMapping
 
 import trio
 
+from swarmd.printable import clean_line
+
 logger = logging.getLogger(__name__)
 
 SHARE_OF_WATCHDOG = 0.5  # of the time that the manager waits, as sd_watchdog_enabled(3) recommends
@@ -32,7 +34,7 @@ class ServiceManager:
 
     def ready(self, text: str) -> None:
         """Say that the daemon is up, with a line for people."""
-        self._tell(f"READY=1\nSTATUS={text}")
+        self._tell(f"READY=1\nSTATUS={clean_line(text)}")  # each further line would be an order to the manager
 
     def stopping(self) -> None:
         """Say that the daemon is about to end."""

@@ -35,7 +35,7 @@ class _Visitor:
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Check a member's own certificate. Raises Refused."""
-        self._exchange.roster.admit(peer, hello)
+        self._exchange.admit(peer, hello)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> bool:
         """Answer nothing."""
@@ -47,10 +47,11 @@ class _Visitor:
 
 @dataclass(frozen=True, slots=True)
 class CheckinResult:
-    """What the swarm says: its catalog, or that a founder has to approve first."""
+    """What the swarm says: its catalog, or that a founder has to approve first; and of this machine's clock ("")."""
 
     catalog: bytes | None = None
     waits: bool = False
+    wrong_clock: str = ""
 
 
 # Nothing is written before a member has answered: a folder with a wrong key would have to be cleaned up by hand. The
@@ -96,8 +97,11 @@ async def check_in(
             except PeerError as error:
                 failures.append(str(error))
         nursery.cancel_scope.cancel()
+        wrong_clock = exchange.describe_wrong_clock()
     if not failures and bootstrap:
-        return CheckinResult(exchange.book.catalog_raw, waits)
+        return CheckinResult(exchange.book.catalog_raw, waits, wrong_clock)
+    if wrong_clock:
+        failures.append(wrong_clock)
     if n_mismatches == len(bootstrap) and failures:
         raise ConfigError(f"the swarm does not let this machine in: {'; '.join(failures)}")
     raise SwarmUnavailable(f"no member answers: {'; '.join(failures) or 'the invite names no address'}")

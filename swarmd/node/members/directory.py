@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from swarmd.node.members.rendezvous import Rendezvous
 from swarmd.plan.chains.view import SwarmView
 from swarmd.protocol.membership.records import ExchangeBody
 from swarmd.status import DirectoryStatus
-from swarmd.values import PeerId
+from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ class Directory:
         self._announce_now = trio.Event()
         self._told_of_catalog: tuple[int, int, int] | None = None
         self._exchanged_at: float | None = None
+        self._is_clock_wrong = False
+        self._alone_since: float | None = None
         self._reason = "starting"
 
     def view(self) -> SwarmView:
@@ -85,14 +87,25 @@ class Directory:
         return self.exchange.view()
 
     def snapshot(self) -> DirectoryStatus:
-        ago = None if self._exchanged_at is None else trio.current_time() - self._exchanged_at
+        now = trio.current_time()
+        others = self._others()
+        self._note_company()
+        index = self.rendezvous.state if others else Decision(None, "nobody else is there who could keep a record")
         return DirectoryStatus(
-            known_peers=len(self._others()),
-            last_exchange_s=ago,
+            known_peers=len(others),
+            last_exchange_s=None if self._exchanged_at is None else now - self._exchanged_at,
             reason=self._reason,
-            is_indexed=self.rendezvous.state.action,
-            index=self.rendezvous.state.reason,
+            is_indexed=index.action,
+            index=index.reason,
+            alone_s=None if self._alone_since is None else now - self._alone_since,
         )
+
+    def _note_company(self) -> None:
+        """Note since when no other member is known."""
+        if self._others():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = trio.current_time()
 
     def announce_soon(self) -> None:
         """Announce this peer's records as soon as changes that come together have come."""
@@ -113,6 +126,21 @@ class Directory:
             if self._is_exchange_on:
                 nursery.start_soon(self._exchange_loop)
             task_status.started()
+
+    async def meet(self, given: Mapping[PeerId, tuple[str, ...]]) -> tuple[PeerId, ...]:
+        """Take more ways to members, try them all at once, and return who answered."""
+        self._memory.add(given)
+        answered: list[PeerId] = []
+
+        async def try_member(peer: PeerId) -> None:
+            if await self._exchange_with(peer) is not None:
+                answered.append(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in given:
+                if peer != self._rpc.network.peer_id:
+                    nursery.start_soon(try_member, peer)
+        return tuple(answered)
 
     async def _exchange_loop(self) -> None:
         """Exchange with somebody, less and less often while it brings nothing to either side and no run needs news."""
@@ -135,19 +163,33 @@ class Directory:
         if not targets:
             self._reason = "alone: nobody is known yet"
             return False
-        peer = self._rng.choice(targets)
+        is_news = await self._exchange_with(self._rng.choice(targets))
+        return is_news is False
+
+    async def _exchange_with(self, peer: PeerId) -> bool | None:
+        """Exchange with a peer; was there news for either side? None: it did not answer."""
         self._rpc.network.learn(peer, self._addresses_of(peer))
         try:
             is_news = await self.exchange.pull(self._rpc, peer)
         except PeerError as error:
+            self._warn_of_clock()
             self._reason = f"the last exchange, with {peer[-8:]}, failed: {error}"
             logger.debug("exchange with %s failed: %s", peer, error)
-            return False
+            return None
+        self._warn_of_clock()
         self._exchanged_at = trio.current_time()
         self._reason = f"exchanged with {peer[-8:]}"
+        me = self._rpc.network.peer_id
         fresh = {peer: record.addresses for peer, record in self.view().peers.items() if peer != me}
         self._memory.remember(fresh)
-        return not is_news
+        return is_news
+
+    def _warn_of_clock(self) -> None:
+        """Say it once when most members' clocks say that this machine's is wrong."""
+        wrong_clock = self.exchange.describe_wrong_clock()
+        if wrong_clock and not self._is_clock_wrong:
+            logger.warning("%s", wrong_clock)
+        self._is_clock_wrong = bool(wrong_clock)
 
     async def _announce_loop(self) -> None:
         while True:
@@ -159,6 +201,7 @@ class Directory:
 
     async def announce(self) -> None:
         """Sign this peer's own records anew and tell some of those it is connected with."""
+        self._note_company()
         raws = self._signer.sign(self._describe())
         connected: list[PeerId] = []
         if self._is_exchange_on:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import trio
 
-from swarmd.errors import IntegrityError
+from swarmd.errors import SwarmError
 from swarmd.net.exchange import Exchange
 from swarmd.plan.trust import order
 from swarmd.plan.trust.order import Balance
@@ -54,7 +54,7 @@ class Order:
         while self._books.are_kept:
             try:
                 self._balances = await trio.to_thread.run_sync(self._read)
-            except IntegrityError as error:
+            except SwarmError as error:
                 logger.warning("by giving, everybody weighs the same: %s", error)
             await trio.sleep(LOOK_INTERVAL_S)
 

@@ -103,6 +103,7 @@ class Reachability:
             relaying=self._ways.n_relayed,
             mapped=None if mapping is None else f"{mapping.host}:{mapping.port}",
             is_behind_another=router is not None and router.is_behind_another,
+            missing=dict(self._ways.missing_addresses()),
         )
 
     def record_fields(self) -> dict[str, object]:

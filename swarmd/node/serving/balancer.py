@@ -51,14 +51,14 @@ class Risk:
 class Turnover:
     """How long members stay, as far as this peer has seen it."""
 
-    def __init__(self, wall_clock: Callable[[], float]) -> None:
-        self._wall_clock = wall_clock
+    def __init__(self, steady_clock: Callable[[], float]) -> None:
+        self._steady_clock = steady_clock
         self._seen: dict[PeerId, tuple[int, float]] = {}  # when it started by its own word, and when it was first seen
         self._lifetimes_s: deque[float] = deque(maxlen=MAX_LIFETIMES)
 
     def observe(self, view: SwarmView) -> None:
         """Note who came and who went."""
-        now = self._wall_clock()
+        now = self._steady_clock()
         present = {peer: record.up_since for peer, record in view.peers.items() if record.up_since}
         for peer, (up_since, seen_at) in self._seen.items():
             if present.get(peer) != up_since:  # gone, or started again
@@ -74,7 +74,7 @@ class Turnover:
     def risk(self, view: SwarmView, model: ModelId, n_blocks: int) -> Risk:
         """How safe the blocks of a model are by what was seen so far."""
         holders = view.holders(model, n_blocks)
-        now = self._wall_clock()
+        now = self._steady_clock()
         ages_s = [max(0.0, now - seen_at) for _, seen_at in self._seen.values()]
         hazard = hazard_per_s(list(self._lifetimes_s), ages_s)
         lowest = min(map(len, holders), default=0)
@@ -87,13 +87,13 @@ class Turnover:
 
 @dataclass(frozen=True, slots=True)
 class BalancerServices:
-    """What a balancer uses of its daemon. It looks every ``interval_s``.
+    """What a balancer uses of its daemon. It looks every ``interval_s``; ``steady_clock`` is set by nobody.
 
     ``trials`` finds out who serves what it claims: a record alone, that others hold these blocks too, moves nobody.
     """
 
     view: Callable[[], SwarmView]
-    wall_clock: Callable[[], float]
+    steady_clock: Callable[[], float]
     rng: random.Random
     interval_s: float
     turnover: Turnover
@@ -117,7 +117,7 @@ class Balancer:
         self, services: BalancerServices, own_slot: Own, on_move: Callable[[Decision[Target]], Awaitable[bool]]
     ) -> None:
         self._view = services.view
-        self._wall_clock = services.wall_clock
+        self._steady_clock = services.steady_clock
         self._rng = services.rng
         self._interval_s = services.interval_s
         self._turnover = services.turnover
@@ -132,7 +132,7 @@ class Balancer:
     @property
     def moves_left(self) -> int:
         """How often this server may still move today."""
-        return max(0, count_moves_left(self._moved_at, self._wall_clock()))
+        return max(0, count_moves_left(self._moved_at, self._steady_clock()))
 
     def snapshot(self) -> BalanceStatus:
         return BalanceStatus(last_move=self._last_move, last_look=self._last_look, moves_left=self.moves_left)
@@ -151,7 +151,7 @@ class Balancer:
             if due is None or not await self._can_be_spared(view, due.action):
                 continue
             if await self._on_move(Decision(due.action, f"moved: {due.reason}")):
-                self._moved_at.append(self._wall_clock())
+                self._moved_at.append(self._steady_clock())
                 span = f"blocks {due.action.span}" if due.action.span else "another model"
                 self._last_move = f"to {span}: {due.reason}"
 
@@ -208,7 +208,7 @@ class Balancer:
                 why = f"it moved {MAX_MOVES_PER_DAY} times today"
             return Decision(None, f"this server stays: {why}"), 0
         me = view.peers.get(PeerId(own_span.peer))
-        if me is None or self._wall_clock() - me.up_since < self._interval_s:
+        if me is None or self._steady_clock() - me.up_since < self._interval_s:
             return Decision(None, "this server has only just come"), 0
         for rescue in find_rescues(view.spans, view.catalog.models, view.is_given):
             if self._own_slot in rescue.servers:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import trio
 
 from swarmd.config import Config, Serve
@@ -23,13 +22,14 @@ from swarmd.node.members.order import Order
 from swarmd.node.serving.balancer import Turnover, holders_of
 from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.node.worker.worker_link import Starter
-from swarmd.plan.chains.hosting import HostingLifecycle, Placement
+from swarmd.plan.chains.hosting import BlockLimit, HostingLifecycle, Placement
 from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
 from swarmd.plan.chains.placement import Holder, choose_model, choose_span
 from swarmd.plan.chains.routing import STAYS_S, stays_s
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.understanding import Understanding
+from swarmd.resources import measure_memory
 from swarmd.usage_ledger import UsageLedger
 from swarmd.values import ModelId, PeerId, Span
 
@@ -51,7 +51,10 @@ class PlacementChoice:
 
 @dataclass(frozen=True, slots=True)
 class HostingServices:
-    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``."""
+    """What all hostings of a daemon share. History that memory does not hold goes to ``spill_folder``.
+
+    By ``steady_clock`` (clocks) is measured how long ago something was; by ``wall_clock`` others tell their times.
+    """
 
     identity: Identity
     rpc: Rpc
@@ -61,6 +64,7 @@ class HostingServices:
     config: Config
     start_worker: Starter
     wall_clock: Callable[[], float]
+    steady_clock: Callable[[], float]
     rng: random.Random
     turnover: Turnover
     understands: Understanding
@@ -94,9 +98,9 @@ async def wait_for_model(services: HostingServices, settings: Serve, lifecycle: 
 
 
 async def choose_blocks(
-    services: HostingServices, settings: Serve, slot: int, max_blocks: int, model: ModelId
+    services: HostingServices, settings: Serve, slot: int, limit: BlockLimit, model: ModelId
 ) -> Placement:
-    """Choose the blocks of a model that a worker holds: ``max_blocks`` (0: as many as fit). Raises SwarmError."""
+    """Choose the blocks of a model that a worker holds. Raises SwarmError."""
     if settings.span is not None:
         return Placement(model, settings.span, f"blocks {settings.span}, as --blocks says")
     with trio.move_on_after(FIRST_LOOK_S):  # see who else is there before choosing
@@ -107,7 +111,7 @@ async def choose_blocks(
     block_bytes, head_bytes = group_bytes(manifest, settings.dtype, settings.quantize)
     free_bytes = max(0, _free_bytes(services, slot) - settings.head * head_bytes)
     n_fit = blocks_that_fit(free_bytes, block_bytes)
-    n_fit = min(n_fit, settings.max_blocks or n_fit, max_blocks or n_fit)
+    n_fit = min(n_fit, settings.max_blocks or n_fit, limit.n_blocks or n_fit)
     holders = holders_of(await _believed_spans(services, model, n_blocks))
     speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
     for other_slot, choice in services.choices.items():
@@ -119,7 +123,8 @@ async def choose_blocks(
     if settings.head and span.end == n_blocks:
         n_bytes += head_bytes
     services.choices[slot] = PlacementChoice(model, span, n_bytes)
-    return Placement(model, span, decision.reason)
+    reason = f"{decision.reason}; {limit.reason}" if n_fit == limit.n_blocks else decision.reason
+    return Placement(model, span, reason)
 
 
 def _free_bytes(services: HostingServices, slot: int) -> int:
@@ -127,7 +132,7 @@ def _free_bytes(services: HostingServices, slot: int) -> int:
 
     What the worker holds now is counted as free: it gives way to what is chosen.
     """
-    n_bytes: int = psutil.virtual_memory().available - services.presence.kept_bytes
+    n_bytes = measure_memory().free_bytes - services.presence.kept_bytes
     for other_slot, choice in services.choices.items():
         if other_slot == slot and choice.is_loaded:
             n_bytes += choice.n_bytes

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import trio
 
 import swarmd.status as status
@@ -33,6 +32,7 @@ from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Refusal, encode_frame
 from swarmd.protocol.wire.tensors import ITEM_BYTES
 from swarmd.protocol.wire.worker import Loaded, LoadSpan, Rest
+from swarmd.resources import measure_memory
 from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Deployment:
 
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
-        memory_bytes = loaded.device_memory_bytes or psutil.virtual_memory().available
+        memory_bytes = loaded.device_memory_bytes or measure_memory().free_bytes
         free_bytes = max(0, memory_bytes - self._services.presence.kept_bytes)
         per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self._settings.dtype] * loaded.hidden  # history too
         return min(self._settings.cache_tokens, free_bytes // 2 // max(1, per_token))
@@ -233,6 +233,7 @@ def worker_status(worker: WorkerLinkStatus) -> status.WorkerStatus:
         why=worker.reason,
         batching=worker.loaded.batching if worker.loaded else None,
         kernels=worker.loaded.kernels if worker.loaded else None,
+        last_end=worker.last_end,
     )
 
 

@@ -56,7 +56,7 @@ class Hosting:
         self._may_move = services.config.balance and settings.span is None
         balancer_services = BalancerServices(
             view=services.directory.view,
-            wall_clock=services.wall_clock,
+            steady_clock=services.steady_clock,
             rng=services.rng,
             interval_s=services.config.balance_interval_s,
             turnover=services.turnover,
@@ -135,7 +135,7 @@ class Hosting:
             placement = self.lifecycle.take_move()
             if placement is None:
                 model = await wait_for_model(services, self.settings, self.lifecycle)
-                placement = await choose_blocks(services, self.settings, self.slot, self.lifecycle.max_blocks, model)
+                placement = await choose_blocks(services, self.settings, self.slot, self.lifecycle.limit, model)
             self.lifecycle.choose(placement)
             services.directory.announce_soon()
             folder = await fetch_blocks(services, self.settings, placement.model, placement.span, self.slot)
@@ -178,7 +178,7 @@ class Hosting:
         span = target.action.span
         try:
             if span is None:
-                span = (await choose_blocks(services, self.settings, self.slot, self.lifecycle.max_blocks, model)).span
+                span = (await choose_blocks(services, self.settings, self.slot, self.lifecycle.limit, model)).span
             await fetch_blocks(services, self.settings, model, span)
         except SwarmError as error:
             logger.warning("not moving: %s", error)

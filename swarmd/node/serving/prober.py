@@ -114,7 +114,7 @@ class Prober:
         services = self._services
         while True:
             await trio.sleep(LOOK_INTERVAL_S * services.rng.uniform(0.75, 1.25))
-            now = services.wall_clock()
+            now = services.steady_clock()
             view = services.directory.view()
             spans = view.listed()
             unsaid_s = self._unsaid_times(spans, view.peers.values(), now)
@@ -125,9 +125,9 @@ class Prober:
                     decision = await self._probe(target, mine)
                 except SwarmError as error:  # gone, busy, or this machine's own worker is
                     logger.info("no probe of %s: %s", target.peer[-8:], error)
-                    self._probed_at[key] = services.wall_clock() - PROBE_LIFETIME_S + AGAIN_S
+                    self._probed_at[key] = services.steady_clock() - PROBE_LIFETIME_S + AGAIN_S
                     continue
-                self._probed_at[key] = services.wall_clock()
+                self._probed_at[key] = services.steady_clock()
                 while len(self._probed_at) > MAX_REMEMBERED:
                     del self._probed_at[next(iter(self._probed_at))]
                 self._note(target, decision)

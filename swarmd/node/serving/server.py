@@ -33,8 +33,7 @@ from swarmd.node.serving.replies import Replies, WorkerOutputs
 from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import WorkerLink, WorkerLost
 from swarmd.plan.chains.cache_admission import CacheLedger
-from swarmd.plan.chains.hop import SessionHop, WaitingOps
-from swarmd.plan.chains.session import HopState, OpVerdict
+from swarmd.plan.chains.hop import HopState, OpVerdict, SessionHop, WaitingOps
 from swarmd.protocol.membership.identity import require_peer_ids
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame

@@ -8,6 +8,7 @@ hung) is killed and replaced; its sessions are lost, and their clients are told.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -23,13 +24,14 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
+from swarmd.cgroups import memory_kills
 from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
 from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
 from swarmd.node.worker.frame_queue import FrameQueue
 from swarmd.node.worker.loading import LoadingProgress
 from swarmd.node.worker.share import ComputeShare
-from swarmd.plan.owner.restarts import CRASHES, STEADY_S, RestartPolicy
+from swarmd.plan.owner.restarts import MAX_KILLS, STEADY_S, RestartPolicy, WorkerEnd
 from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
@@ -46,6 +48,7 @@ from swarmd.protocol.wire.worker import (
     WorkerFailed,
     WorkerMessage,
 )
+from swarmd.resources import measure_memory
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +74,8 @@ class WorkerProcess(Protocol):
     def received(self) -> AsyncIterator[bytes]:
         """Give bytes from the worker until it ends."""
 
-    def kill(self) -> int:
-        """End the worker at once, and free what it holds; returns its exit status, -N for signal N."""
+    def kill(self) -> WorkerEnd:
+        """End the worker at once, and free what it holds; returns how it had ended, if it had."""
 
 
 Starter = Callable[[], Awaitable[WorkerProcess]]
@@ -97,6 +100,7 @@ class SubprocessWorker:
     """``module`` on the other end of a socketpair."""
 
     def __init__(self, module: str = WORKER) -> None:
+        self._n_memory_kills = memory_kills()
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -121,11 +125,13 @@ class SubprocessWorker:
                 return
             yield data
 
-    def kill(self) -> int:
+    def kill(self) -> WorkerEnd:
         self._process.send_signal(signal.SIGKILL)  # one that has crashed keeps the status of its crash
         status = self._process.wait()
         self._stream.socket.close()
-        return status
+        n_memory_kills = memory_kills()
+        is_memory_short = None if n_memory_kills is None else n_memory_kills != self._n_memory_kills
+        return WorkerEnd(status, is_memory_short)
 
 
 def _launch(module: str, file: int) -> subprocess.Popen[bytes] | ForkedProcess:
@@ -216,7 +222,7 @@ class WorkerLinkStatus:
 
 
 #     run: start -> loading -> online -.     ends by itself, or is killed: down, a pause, and start again
-#            ^                         |     cannot load: failed, for good
+#            ^                         |     cannot load, or killed again and again for want of memory: failed, for good
 #            '-- pause, twice as long -'
 #
 # Three ways a worker fails, and how each is noticed: it dies (its socket closes), it says so (WorkerFailed), or it
@@ -241,6 +247,7 @@ class WorkerLink:
         self._told_at = 0.0
         self._last_words = ""
         self._last_end = ""  # why the last worker did that ended by itself
+        self._was_online = False  # the worker that runs, or ran last
         self._restarts = -1
         self._state = "down"
         self._reason = "not started"
@@ -314,18 +321,22 @@ class WorkerLink:
         while self._state != "failed":
             self._restarts += 1
             begun = trio.current_time()
-            status = await self._run_once()
-            policy.note_end(trio.current_time() - begun, status)
-            if policy.is_compiled_code_suspect and self._request.compiled:
+            end = await self._run_once()
+            policy.note_end(end, trio.current_time() - begun, was_loading=not self._was_online)
+            if policy.is_too_large and self._state != "failed":
+                await self._fail_for_memory()
+            elif policy.is_compiled_code_suspect and self._request.compiled:
                 self._do_without_compiled_code()
             if self._state != "failed":
                 await trio.sleep(policy.pause_s)
 
-    async def _run_once(self) -> int:
-        """Run one worker to its end; returns its exit status."""
+    async def _run_once(self) -> WorkerEnd:
+        """Run one worker to its end; returns how it ended."""
         self._process = await self._start()
         queue = self._queue = FrameQueue()
         self._last_words = ""
+        self._was_online = False
+        is_by_daemon = True
         self._set("loading", f"loading blocks [{self._request.start},{self._request.end})")
         try:
             async with trio.open_nursery() as nursery:
@@ -334,24 +345,28 @@ class WorkerLink:
                 await self.send(messages.encode_frame(self._request))
                 nursery.start_soon(self._follow_share)
                 await self._read(self._process, queue)
+                is_by_daemon = False
                 nursery.cancel_scope.cancel()
-        except* (WorkerLost, RemoteProtocolError) as group:
+        except* WorkerLost as group:
+            self._reason = str(group.exceptions[0])
+            is_by_daemon = False
+        except* RemoteProtocolError as group:
             self._reason = str(group.exceptions[0])
         finally:
-            status = self._process.kill()
+            end = dataclasses.replace(self._process.kill(), is_by_daemon=is_by_daemon)
             self._process = None
             self._queue = None
             self._loaded = None
             queue.close()
             if self._state != "failed":
-                self._set("down", self._why_down(status))
+                self._set("down", self._why_down(end))
                 self._last_end = "" if self._reason == NOT_NEEDED else self._reason
             answers = self._answers
             self._answers = {}
             for answer in answers.values():
                 answer.lose(f"the worker of this hop ended: {self._reason}"[:500])
         await self._on_change()
-        return status
+        return end
 
     async def _read(self, process: WorkerProcess, queue: FrameQueue) -> None:
         decoder = FrameDecoder()
@@ -370,6 +385,7 @@ class WorkerLink:
     async def _take(self, message: WorkerMessage, frame: Frame, has_more: bool) -> None:
         if isinstance(message, Loaded):
             self._loaded = message
+            self._was_online = True
             self._set("online", self._serving(message))
             await self._on_change()
         elif isinstance(message, Improved) and self._loaded is not None:
@@ -418,14 +434,23 @@ class WorkerLink:
         rounded = "" if loss is None else f"; 8 or 4 bits put it {100 * loss:.2g} % off on a probe"
         return f"serving on {loaded.device}{rounded}{'' if self._request.compiled else '; without compiled code'}"
 
-    def _why_down(self, status: int) -> str:
+    async def _fail_for_memory(self) -> None:
+        """Say that what was asked for does not fit, so that fewer blocks are asked for, or the owner hears of it."""
+        may_use = f"{measure_memory().total_bytes / 2**30:.2f} GiB may be used here"
+        blocks = f"blocks [{self._request.start},{self._request.end})"
+        self._set(
+            "failed",
+            f"{self._reason}, {MAX_KILLS} times in a row with {blocks}: {may_use}; serve fewer blocks (--blocks, "
+            "max_blocks), use quantize, or allow it more memory",
+        )
+        await self._on_change()
+
+    def _why_down(self, end: WorkerEnd) -> str:
         if trio.current_effective_deadline() == -math.inf:
             return NOT_NEEDED
         if self._reason.startswith("no progress"):
             return self._reason
-        if -status in CRASHES:
-            return f"the worker crashed ({signal.Signals(-status).name})"
-        return f"the worker ended: {self._last_words}" if self._last_words else "the worker ended"
+        return end.describe(self._last_words)
 
     async def _follow_share(self) -> None:
         with suppress(WorkerLost):

@@ -1,39 +1,104 @@
 """One hop of one session on a server, from its opening to its end, without a stream, a worker or a clock.
 
-Which ops count is ``session``'s; here is what a server keeps of a hop, and what follows from it: whether an op is
-taken, where an output goes, when its sender hears of progress, when its successor is suspected, when nobody uses it.
+What a server keeps of a hop, and what follows from it: whether an op counts (``judge_op``), where an output goes, when
+its sender hears of progress, when its successor is suspected, when nobody uses it. See docs/protocol.md, "Sessions".
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 
 from swarmd.errors import Code, Refused
 from swarmd.plan.chains import timing
-from swarmd.plan.chains.session import (
-    LEASE_S,
-    PROGRESS_INTERVAL_S,
-    SUSPECT_AFTER_S,
-    HopState,
-    OpVerdict,
-    Watch,
-    accept_op,
-    judge_op,
-)
+from swarmd.plan.chains.watch import PROGRESS_INTERVAL_S, SUSPECT_AFTER_S, Watch
 from swarmd.protocol.accounts.receipt import Trail
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.messages import Inherited, Op, Reroute
 from swarmd.status import HopTimes
-from swarmd.values import PeerId, Span
+from swarmd.values import Decision, PeerId, Span
 
 N_TIMED = 64  # passes that the times of a hop are medians of
+LEASE_S = 300.0  # a person thinks about the next message for less
 ABANDONED_LEASE_S = 60.0  # of a session whose client has no channel here
 UNUSED_LEASE_S = 60.0  # of a session that took no op: room was promised and is not used
 LEAST_WAITING_BYTES = 4 * 2**20  # of a session, however short: some ops may be on their way
 LEAST_WAITING_EDITS = 128  # of a session, however short
 WAITING_TIMES = 5  # as often as the worker keeps a session's tokens for replay, and the merged history
+
+
+class OpVerdict(Enum):
+    """What a hop does with an op: compute it, answer as before, or refuse it."""
+
+    EXECUTE = "execute"
+    DUPLICATE = "duplicate"
+    REFUSE = "refuse"
+
+
+@dataclass(slots=True)
+class HopState:
+    """What a daemon knows of one hop: its neighbours, its epoch, how far it has come."""
+
+    client: PeerId
+    predecessor: PeerId
+    epoch: int = 1
+    received: int = 0
+    finished: int = 0
+    next_base_part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict; ``code`` is what a refusal says."""
+
+    verdict: OpVerdict
+    code: Code = Code.REFUSED
+
+
+def judge_op(state: HopState, op: Op, sender: PeerId) -> Decision[Judgement]:
+    """Decide what to do with an op from ``sender``, without changing anything."""
+
+    def refuse(code: Code, reason: str) -> Decision[Judgement]:
+        return Decision(Judgement(OpVerdict.REFUSE, code), reason)
+
+    # What a peer could try: feed a session that is not its own (sender), bring back ops of a chain that was repaired
+    # since (epoch), or leave out and repeat ops, so that two hops' caches differ (seq). The invariant behind all of
+    # it: a hop has accepted the ops 1 to ``received``, each once and in order, or a merged history instead of them.
+    if sender not in (state.client, state.predecessor):
+        return refuse(Code.STRANGER, f"{sender} is neither the client nor the predecessor of this hop")
+    if op.epoch != state.epoch:
+        return refuse(Code.STALE_EPOCH, f"epoch {op.epoch}, this hop is at {state.epoch}")
+    if op.seq < 1:
+        return refuse(Code.MALFORMED, "ops are numbered from 1")
+    if op.base is not None:
+        return _judge_base(state, op)
+    if op.seq == state.received + 1:
+        return Decision(Judgement(OpVerdict.EXECUTE), "the next op")
+    if op.seq <= state.received:
+        return Decision(Judgement(OpVerdict.DUPLICATE), f"op {op.seq} came before")
+    return refuse(Code.OP_GAP, f"op {op.seq} after op {state.received}: the ones between are missing")
+
+
+def _judge_base(state: HopState, op: Op) -> Decision[Judgement]:
+    assert op.base is not None
+    part, n_parts = op.base
+    if state.received == 0 and part == state.next_base_part < n_parts and op.silent_through >= op.seq:
+        return Decision(Judgement(OpVerdict.EXECUTE), f"part {part + 1} of {n_parts} of merged history")
+    reason = f"part {part} of {n_parts} of merged history; expected part {state.next_base_part} of a new hop"
+    return Decision(Judgement(OpVerdict.REFUSE, Code.OP_GAP), reason)
+
+
+def accept_op(state: HopState, op: Op) -> None:
+    """Note that an op was accepted for execution."""
+    if op.base is None:
+        state.received = op.seq
+        return
+    part, n_parts = op.base
+    state.next_base_part = part + 1
+    if part + 1 == n_parts:
+        state.received = op.seq
 
 
 @dataclass(slots=True)

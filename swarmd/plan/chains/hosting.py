@@ -39,6 +39,14 @@ class Placement:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class BlockLimit:
+    """How many blocks may be chosen at most (0: as many as fit), and why no more."""
+
+    n_blocks: int = 0
+    reason: str = ""
+
+
 # What is served is served in turns: one turn, one placement.
 #
 #     a turn:   CHOOSING --> FETCHING --> LOADING <--> ONLINE --> DRAINING
@@ -72,14 +80,14 @@ WORKER_STATES = {"online": HostingState.ONLINE, "failed": HostingState.FAILED}
 class HostingLifecycle:
     """One hosting's states, and what keeps it from serving (``pauses``, each with its reason).
 
-    ``coming``: what is chosen and not served yet. ``max_blocks``: 0 is as many as fit.
+    ``coming``: what is chosen and not served yet. ``limit``: of what may be chosen.
     """
 
     def __init__(self) -> None:
         self.state = HostingState.CHOOSING
         self.why = "has not looked yet"
         self.coming: Placement | None = None
-        self.max_blocks = 0
+        self.limit = BlockLimit()
         self._next: Placement | None = None
         self.pauses: dict[ServingPause, str] = {}
 
@@ -112,7 +120,7 @@ class HostingLifecycle:
         if self.state is not HostingState.DRAINING:
             self._enter(WORKER_STATES.get(worker_state, HostingState.LOADING), reason)
         if worker_state == "failed" and n_loaded > 1:  # a device may have less memory than the machine
-            self.max_blocks = n_loaded // 2
+            self.limit = BlockLimit(n_loaded // 2, f"not {n_loaded}, since {reason}")
             return True
         return False
 

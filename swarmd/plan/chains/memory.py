@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import Counter
 
 from swarmd.protocol.models.manifest import Manifest, entry_groups
@@ -13,12 +15,30 @@ SHARE_OF_FREE = 0.5  # for weights, where a server chooses by itself: the rest i
 QUANTIZED_BITS = {"int8": 8.25, "int4": 5.0, "nf4": 4.5}  # a weight with its share of the scales
 
 
+INT4_GROUP = 32  # weights of a row; a matrix whose width is no multiple of it gets 8 bits (compute/linear/formats.py)
+INT4_ROWS = 16  # that torch's kernel takes together; the same of a matrix's height
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a single expert's weight: transformers makes one tensor of all of a block, and that stays as it is."""
+LAYERS_OF_THEIR_OWN = {"falcon": ("int8", "int4", "nf4"), "gpt2": ("int8", "int4")}
+"""Families whose matrices lie in other layers than torch's linear ones, and what does not shrink these."""
+
+
 def tensor_bytes(shape: tuple[int, ...], dtype: str, quantize: str = "none") -> int:
-    """Bytes of one tensor once loaded; of quantised blocks the matrices shrink, nothing else."""
+    """Bytes of one tensor once loaded, rounded to so many bits."""
     n_items = math.prod(shape)
-    if quantize != "none" and len(shape) == 2:
+    if quantize != "none":
         return int(n_items * QUANTIZED_BITS[quantize] / 8)
     return n_items * ITEM_BYTES[dtype]
+
+
+def loaded_bits(name: str, shape: tuple[int, ...], quantize: str, family: str) -> str:
+    """Say in which bits a tensor of a block is kept, if the block is quantised: its matrices shrink, nothing else."""
+    is_matrix = len(shape) == 2 and name.endswith(".weight")
+    is_linear = not EXPERT.search(name) and quantize not in LAYERS_OF_THEIR_OWN.get(family, ())
+    if not is_matrix or not is_linear:
+        return "none"
+    n_out, n_in = shape
+    return "int8" if quantize == "int4" and (n_in % INT4_GROUP or n_out % INT4_ROWS) else quantize
 
 
 def group_bytes(
@@ -27,10 +47,12 @@ def group_bytes(
     quantize: str = "none",
 ) -> tuple[list[int], int]:
     """Bytes of each block once loaded, and of what is around them, which is never quantised."""
+    family = str(json.loads(manifest.config).get("model_type"))
     n_bytes: Counter[int | None] = Counter()
     for entry, group in zip(manifest.entries, entry_groups(manifest), strict=True):
         is_block = group != manifest.n_blocks
-        n_bytes[group] += tensor_bytes(entry.shape, dtype, quantize if is_block else "none")
+        bits = loaded_bits(entry.name, entry.shape, quantize, family) if is_block else "none"
+        n_bytes[group] += tensor_bytes(entry.shape, dtype, bits)
     return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]
 
 

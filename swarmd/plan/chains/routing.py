@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,73 +61,62 @@ TripsOf = Trips | Callable[[Sequence[SpanRecord]], Trips]
 """Those, or what gathers them for some servers; for none it gives what the client measured itself."""
 
 
-def best_route(
-    spans: Sequence[SpanRecord],
-    blocks: Span,
-    client: PeerId,
-    trips: TripsOf,
-    eligible: Callable[[SpanRecord], bool] = lambda _: True,
-    from_peer: PeerId | None = None,
-    n_tokens: int = 0,
-    now: float = 0.0,
-) -> Route:
-    """Find the cheapest chain for ``blocks`` with room for ``n_tokens``. Raises NoRoute that names missing blocks.
+def _is_any(_: SpanRecord) -> bool:
+    return True
 
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """What a chain is wanted for: some blocks, by a client, over some servers.
+
+    ``previous``: the peer before the first hop; None: the client. ``cache_tokens``: the room that it takes at each hop.
     ``now``, in seconds since 1970, is held against when servers leave; 0: that does not count.
     """
-    usable = _usable_spans(_shortlist(spans, blocks, trips, eligible), blocks)
+
+    spans: Sequence[SpanRecord]
+    blocks: Span
+    client: PeerId
+    trips: TripsOf
+    is_eligible: Callable[[SpanRecord], bool] = _is_any
+    previous: PeerId | None = None
+    cache_tokens: int = 0
+    now: float = 0.0
+
+
+def best_route(query: RouteQuery) -> Route:
+    """Find the cheapest chain that has room. Raises NoRoute that names missing blocks."""
+    usable = _usable_spans(_shortlist(query), query.blocks)
     costs = np.array([pass_s(s) / (s.end - s.start) for s in usable])
-    table = _trip_table(usable, trips, source=from_peer or client, client=client)
-    return _cheapest_route(usable, blocks, table, block_s=_bound_claims(costs), entry=_entry_s(usable, n_tokens, now))
+    return _cheapest_route(query, usable, _bound_claims(costs))
 
 
-def best_alternative(
-    chosen: Route,
-    spans: Sequence[SpanRecord],
-    blocks: Span,
-    client: PeerId,
-    trips: TripsOf,
-    eligible: Callable[[SpanRecord], bool] = lambda _: True,
-    now: float = 0.0,
-) -> Route | None:
+def best_alternative(chosen: Route, query: RouteQuery) -> Route | None:
     """The cheapest chain that does without one of the chosen peers; None when each of them is needed."""
     alternatives = []
     for peer in {hop.peer for hop in chosen.hops}:
 
         def is_other(span: SpanRecord, peer: PeerId = peer) -> bool:
-            return span.peer != peer and eligible(span)
+            return span.peer != peer and query.is_eligible(span)
 
-        try:
-            alternatives.append(best_route(spans, blocks, client, trips, is_other, now=now))
-        except NoRoute:
-            continue
+        with suppress(NoRoute):
+            alternatives.append(best_route(replace(query, is_eligible=is_other)))
     return min(alternatives, key=lambda route: route.cost_s, default=None)
 
 
-def least_loaded_route(
-    spans: Sequence[SpanRecord],
-    blocks: Span,
-    client: PeerId,
-    trips: TripsOf,
-    eligible: Callable[[SpanRecord], bool],
-    n_tokens: int,
-    in_flight: Mapping[PeerId, int],
-) -> Route:
+def least_loaded_route(query: RouteQuery, n_tokens: int, in_flight: Mapping[PeerId, int]) -> Route:
     """Find the chain that would be done first with one more micro-batch of ``n_tokens``. Raises NoRoute.
 
     ``in_flight`` counts the micro-batches that each peer was given and has not answered: each peer's share follows its
     speed, and chains that share no peer work side by side.
     """
-    usable = _usable_spans(_shortlist(spans, blocks, trips, eligible), blocks)
+    usable = _usable_spans(_shortlist(query), query.blocks)
     costs = []
     for span in usable:
         n_queued = 1 + in_flight.get(PeerId(span.peer), 0)
         tokens_per_s = span.prefill_tokens_per_s or DEFAULT_DECODE_TOKENS_PER_S
         costs.append(n_tokens * n_queued / tokens_per_s)
     block_s = np.array(costs) / np.array([s.end - s.start for s in usable])
-    table = _trip_table(usable, trips, source=client, client=client)
-    entry = _entry_s(usable, n_tokens=0, now=0.0)
-    return _cheapest_route(usable, blocks, table, block_s=_bound_claims(block_s), entry=entry)
+    return _cheapest_route(query, usable, _bound_claims(block_s))
 
 
 def _bound_claims(block_s: Floats) -> Floats:
@@ -166,19 +156,18 @@ def gather_trips(
     return trips
 
 
-def _shortlist(
-    spans: Sequence[SpanRecord], blocks: Span, trips: TripsOf, eligible: Callable[[SpanRecord], bool]
-) -> list[SpanRecord]:
+def _shortlist(query: RouteQuery) -> list[SpanRecord]:
     """The eligible servers of a few; of many those that look best for some block, by speed, load and known trips.
 
     What is asked of each server is cheap, and only of as many as it takes whether they are eligible.
     """
-    relevant = [s for s in spans if s.start < blocks.end and s.end > blocks.start]
+    blocks = query.blocks
+    relevant = [s for s in query.spans if s.start < blocks.end and s.end > blocks.start]
     if len(relevant) <= MANY:
-        return [s for s in relevant if eligible(s)]
+        return [s for s in relevant if query.is_eligible(s)]
     # For each block two lists: the fastest of all, and the fastest of those whose trip was measured. The second one
     # is what keeps a neighbour in, where thousands of far servers announce more speed.
-    measured_trips = trips([]) if callable(trips) else trips
+    measured_trips = query.trips([]) if callable(query.trips) else query.trips
     measured_peers = {peer for pair in measured_trips for peer in pair}
     order = np.argsort([_estimate_block_s(s) for s in relevant], kind="stable")
     starts = np.array([s.start for s in relevant])[order]
@@ -193,7 +182,7 @@ def _shortlist(
                 if n == N_FOR_A_BLOCK:
                     break
                 if i not in eligibility:
-                    eligibility[i] = eligible(relevant[i])
+                    eligibility[i] = query.is_eligible(relevant[i])
                 n += eligibility[i]
     return [relevant[i] for i, is_eligible in eligibility.items() if is_eligible]
 
@@ -247,13 +236,7 @@ class _Walk:
     came_from: NDArray[np.int64]
 
 
-def _cheapest_route(
-    usable: Sequence[SpanRecord],
-    blocks: Span,
-    trips: _TripTable,
-    block_s: Floats,
-    entry: Floats,
-) -> Route:
+def _cheapest_route(query: RouteQuery, usable: Sequence[SpanRecord], block_s: Floats) -> Route:
     """Walk over the blocks; on server i one block costs ``block_s[i]``, and a hop ``entry[i]`` beside its trip."""
     # A shortest path, block by block (Viterbi). ``best[i]`` is the least cost of having computed the blocks so far,
     # the last of them on server i. The next block is computed there too, or by another server after a trip:
@@ -265,6 +248,9 @@ def _cheapest_route(
     #
     # Servers are in order of their starts, so those that cover a block lie in one slice: with many servers only a
     # part of the trip table is looked at for each block. ``begins`` and ``came_from`` are what the way back needs.
+    blocks = query.blocks
+    trips = _trip_table(query, usable)
+    entry = _entry_s(usable, query.cache_tokens, query.now)
     n = len(usable)
     length = len(blocks)
     starts = np.array([s.start for s in usable])
@@ -343,12 +329,7 @@ def _trace_route(
     return Route(tuple(reversed(hops)), walk.cost_s, tuple(reversed(why)))
 
 
-def _trip_table(
-    usable: Sequence[SpanRecord],
-    trips: TripsOf,
-    source: PeerId,
-    client: PeerId,
-) -> _TripTable:
+def _trip_table(query: RouteQuery, usable: Sequence[SpanRecord]) -> _TripTable:
     """Trips between servers, from the source to each, and from each to the client; one way stands for both.
 
     Two workers of one peer are servers of their own, with no trip between them.
@@ -356,7 +337,7 @@ def _trip_table(
     index = {peer: i for i, peer in enumerate(dict.fromkeys(s.peer for s in usable))}
     peer_index = np.array([index[s.peer] for s in usable])
     between = np.full((len(index), len(index)), DEFAULT_TRIP_S)
-    known_trips = trips(usable) if callable(trips) else trips
+    known_trips = query.trips(usable) if callable(query.trips) else query.trips
     measured = []
     for (source_peer, target_peer), seconds in known_trips.items():
         if source_peer in index and target_peer in index:
@@ -380,6 +361,6 @@ def _trip_table(
 
     return _TripTable(
         between=between[np.ix_(peer_index, peer_index)],
-        first=to_and_fro(source),
-        last=to_and_fro(client),
+        first=to_and_fro(query.previous or query.client),
+        last=to_and_fro(query.client),
     )

@@ -1,6 +1,7 @@
 """In which order to try a peer's addresses, and when: the likeliest first, the next soon after it (RFC 8305).
 
-Homes have the same private addresses everywhere: one of another network leads to nobody, or to somebody else.
+Homes have the same private addresses everywhere: one of another network leads to nobody, or to somebody else. Or it
+leads through a tunnel whose routes this machine's interfaces do not show: so it comes last, and is not left out.
 """
 
 from __future__ import annotations
@@ -31,16 +32,14 @@ def order_attempts(
 ) -> list[Attempt]:
     """Order a peer's multiaddrs for a machine with these networks and addresses of its own.
 
-    First what is on one of the networks, then public addresses (IPv6 before IPv4) and names, then circuits; private
-    addresses of other networks only where there is nothing else.
+    First what is on one of the networks, then public addresses (IPv6 before IPv4) and names, then circuits, and private
+    addresses of other networks last.
     """
     own_endpoints = {_endpoint_of(address) for address in own_addresses}
     networks = tuple(networks)
     foreign = [address for address in dict.fromkeys(addresses) if _endpoint_of(address) not in own_endpoints]
     candidates = [address for address in foreign if _is_dialable(address)]
     ranked = [(_rank_address(address, networks), address) for address in candidates]
-    if any(rank != ELSEWHERE for rank, _ in ranked):
-        ranked = [(rank, address) for rank, address in ranked if rank != ELSEWHERE]
     ordered: list[Attempt] = []
     # Ranks are walked through as in "happy eyeballs": equals follow each other closely, and a less likely rank waits
     # for HEAD_START_S, so that it is dialled only where the likelier ones are slow or dead.

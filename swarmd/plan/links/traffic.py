@@ -15,6 +15,7 @@ SEGMENT_BYTES = 1_448  # of Ethernet's 1,500
 SEGMENTS_OF_ACK = 2  # RFC 9293, 3.8.6.3: at least every second segment is acknowledged
 CONNECTION_BYTES = 8 * HEADERS_BYTES  # three segments to begin a connection, four to end it, and one to spare
 REST_SHARE = 0.97  # of a month's bytes: then only what is begun is ended
+N_OTHER_MONTHS = 2  # kept: the one that a wrong clock went from, and the one that it went to
 END_SHARE = 0.99  # then connections end: the rest is for what is on its way already
 
 
@@ -29,14 +30,24 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TrafficUse:
-    """Bytes both ways in one month, which is written as 2026-11."""
+    """Bytes both ways in one month, which is written as 2026-11; ``others``: of other months, counted last comes last.
+
+    A clock that is wrong for a while, and set right, comes back to months that were counted before.
+    """
 
     month: str
     n_bytes: int = 0
+    others: tuple[tuple[str, int], ...] = ()
 
     def and_more(self, n_bytes: int, month: str) -> TrafficUse:
-        """With what has passed in a month; a clock that is set back begins none anew."""
-        return TrafficUse(month, n_bytes) if month > self.month else TrafficUse(self.month, self.n_bytes + n_bytes)
+        """With what has passed in a month; a clock that is set back to before all of them begins none anew."""
+        if month == self.month:
+            return TrafficUse(month, self.n_bytes + n_bytes, self.others)
+        counted = dict((*self.others, (self.month, self.n_bytes)))
+        if month not in counted:
+            month = max(month, min(counted))
+        n_bytes += counted.pop(month, 0)
+        return TrafficUse(month, n_bytes, tuple(counted.items())[-N_OTHER_MONTHS:])
 
 
 def month_of(now: datetime) -> str:
@@ -45,8 +56,8 @@ def month_of(now: datetime) -> str:
 
 
 def next_month(now: datetime) -> datetime:
-    """When the next month begins."""
-    return datetime(now.year + now.month // 12, now.month % 12 + 1, 1)
+    """When the next month begins, in the zone of ``now``."""
+    return datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=now.tzinfo)
 
 
 def wire_bytes(n_bytes: int) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
-from swarmd.values import count
+from swarmd.plan.owner.clock import REMEDY, judge_clock
+from swarmd.values import count, format_moment
 
-Kind = Literal["clock", "identity", "version", "disk", "index", "device", "worker"]
-CLOCK_S = 30.0  # certificates and records bear half a minute; beyond that they begin to fail
+Kind = Literal["listening", "members", "clock", "identity", "version", "disk", "index", "device", "worker"]
+ALONE_S = 60.0  # a machine that has just started finds others sooner, and records of those that left have ended
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
 
 
@@ -26,7 +26,12 @@ class WorkerLife:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is the case. ``clocks_s``: how far others' clocks are ahead; ``is_indexed`` None: not tried yet."""
+    """What is the case. ``clocks_s``: how far others' clocks are ahead of ``now`` (unix seconds), as heard of late.
+
+    ``is_indexed`` None: not tried yet.
+    ``exchanged``: what the last exchange with another member came to; none has been known for ``alone_s``.
+    ``missing``: addresses that are not listened on, and why.
+    """
 
     version: str = "0"
     versions: Sequence[str] = ()
@@ -38,6 +43,11 @@ class Facts:
     has_card: bool = False
     devices: Sequence[str] = ()
     workers: Sequence[WorkerLife] = ()
+    now: float = 0.0
+    n_others: int = 0
+    alone_s: float | None = None
+    exchanged: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +62,54 @@ class HealthFinding:
 
 def check_health(facts: Facts) -> tuple[HealthFinding, ...]:
     """Everything that was looked at."""
-    looked_at = (_check_clock, _check_identity, _check_version, _check_disk, _check_index, _check_device, _check_worker)
+    looked_at = (
+        _check_listening,
+        _check_members,
+        _check_clock,
+        _check_identity,
+        _check_version,
+        _check_disk,
+        _check_index,
+        _check_device,
+        _check_worker,
+    )
     return tuple(look(facts) for look in looked_at)
+
+
+def _check_listening(facts: Facts) -> HealthFinding:
+    if not facts.missing:
+        return HealthFinding("listening", True, "on all addresses that it is to listen on")
+    text = "; ".join(f"not on {address} yet: {why}" for address, why in sorted(facts.missing.items()))
+    remedy = "it is tried again by itself; where it will never be there, change listen in config.toml"
+    return HealthFinding("listening", False, text, remedy)
+
+
+def _check_members(facts: Facts) -> HealthFinding:
+    if facts.n_others:
+        return HealthFinding("members", True, f"{count(facts.n_others, 'other')} known; {facts.exchanged}")
+    alone_s = facts.alone_s or 0.0
+    if alone_s < ALONE_S:
+        return HealthFinding("members", None, f"no other member has been found yet; {facts.exchanged}")
+    text = f"no other member has been found for {_format_minutes(alone_s)}; {facts.exchanged}"
+    remedy = (
+        "if others moved: swarmd join with a fresh invite (a founder's swarmd invite prints one), or with an address"
+        " that swarmd status shows on the machine of another member"
+    )
+    return HealthFinding("members", False, text, remedy)
+
+
+def _format_minutes(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"
 
 
 def _check_clock(facts: Facts) -> HealthFinding:
     if not facts.clocks_s:
-        return HealthFinding("clock", None, "no other member has told its time yet")
-    n = len(facts.clocks_s)
-    n_near = sum(abs(ahead_s) <= CLOCK_S for ahead_s in facts.clocks_s)
-    if 2 * n_near >= n:  # else most say that it is this one that is wrong
-        return HealthFinding("clock", True, f"within {CLOCK_S:.0f} s of {n_near} of {n} other members")
-    ahead_s = statistics.median(s for s in facts.clocks_s if abs(s) > CLOCK_S)
-    members = f"{n - n_near} of {n} other members"
-    direction = "behind" if ahead_s > 0 else "ahead of"
-    remedy = "set it by the network (timedatectl set-ntp true), or certificates and records do not count"
-    return HealthFinding("clock", False, f"{abs(ahead_s):.0f} s {direction} {members}", remedy)
+        return HealthFinding("clock", None, "no other member has told its time of late")
+    finding = judge_clock(facts.clocks_s)
+    if not finding.is_wrong:
+        return HealthFinding("clock", True, str(finding))
+    return HealthFinding("clock", False, f"it says {format_moment(facts.now)}, {finding}", REMEDY)
 
 
 def _check_identity(facts: Facts) -> HealthFinding:

@@ -1,12 +1,13 @@
 """When this machine works for the swarm: what its owner allows, held against what is the case.
 
 A rule that cannot be checked here counts as broken: the owner asked for it, and nobody would notice.
+Moments are aware datetimes in UTC; what is local comes of ``Sensors.zone``. So no hour comes twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 
 from swarmd.hours import Hours
 from swarmd.plan.links.traffic import REST_SHARE, next_month
@@ -30,9 +31,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Sensors:
-    """What is the case, in local time; None: cannot be read here. ``untouched_s``: since keyboard or mouse was used."""
+    """What is the case; None: cannot be read here. ``untouched_s``: since keyboard or mouse was used."""
 
     now: datetime
+    zone: tzinfo = UTC
     untouched_s: float | None = None
     on_battery: bool = False
     programs: frozenset[str] = frozenset()
@@ -70,10 +72,10 @@ def decide(
     """Work unless the owner or one of their rules says no; the first that does is the reason."""
     now = sensors.now
     if pause is not None and (pause.until is None or now < pause.until):
-        until = "swarmd resume" if pause.until is None else format_time(pause.until, now)
+        until = "swarmd resume" if pause.until is None else format_time(pause.until, sensors)
         return WorkPermission(f"paused by its owner until {until}", "pause", pause.until)
     for verdict in (
-        _check_hours(rules, now),
+        _check_hours(rules, sensors),
         _check_battery(rules, sensors),
         _check_programs(rules, sensors),
         _check_untouched(rules, sensors),
@@ -82,19 +84,19 @@ def decide(
     ):
         if verdict is not None:
             return verdict
-    change = rules.hours.next_change(now)
-    why = f"may serve until {format_time(change, now)}" if change else "may serve: no rule of its owner forbids it"
+    change = rules.hours.next_change(now, sensors.zone)
+    why = f"may serve until {format_time(change, sensors)}" if change else "may serve: no rule of its owner forbids it"
     return WorkPermission(why, changes_at=change - MOVING if change else None)
 
 
-def _check_hours(rules: Rules, now: datetime) -> WorkPermission | None:
+def _check_hours(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     hours = rules.hours
-    change = hours.next_change(now)
-    if hours.include(now):
-        if change is None or change - now > MOVING:
+    change = hours.next_change(sensors.now, sensors.zone)
+    if hours.include(sensors.now, sensors.zone):
+        if change is None or change - sensors.now > MOVING:
             return None
-        change = hours.next_change(change)
-    next_hours = f": next {format_time(change, now)}" if change else ""
+        change = hours.next_change(change, sensors.zone)
+    next_hours = f": next {format_time(change, sensors)}" if change else ""
     return WorkPermission(f"outside its hours ({hours.text}){next_hours}", "hours", change)
 
 
@@ -121,7 +123,7 @@ def _check_untouched(rules: Rules, sensors: Sensors) -> WorkPermission | None:
         return None
     works_at = sensors.now + timedelta(seconds=left_s)
     return WorkPermission(
-        f"somebody uses it: at {format_time(works_at, sensors.now)} at the earliest", "idle_minutes", works_at
+        f"somebody uses it: at {format_time(works_at, sensors)} at the earliest", "idle_minutes", works_at
     )
 
 
@@ -140,13 +142,19 @@ def _check_heat(rules: Rules, sensors: Sensors, was_too_hot: bool) -> WorkPermis
 def _check_month(rules: Rules, sensors: Sensors) -> WorkPermission | None:
     if not rules.month_bytes or sensors.month_bytes < REST_SHARE * rules.month_bytes:
         return None
-    month_begins = next_month(sensors.now)
+    month_begins = next_month(sensors.now.astimezone(sensors.zone))
     used = f"{sensors.month_bytes / GIB:.1f} of {rules.month_bytes / GIB:g} GiB of this month are used"
-    return WorkPermission(f"{used}: again on {month_begins:%Y-%m-%d}", "month_gib", month_begins)
+    return WorkPermission(f"{used}: again on {month_begins:%Y-%m-%d}", "month_gib", month_begins.astimezone(UTC))
 
 
-def format_time(moment: datetime, now: datetime) -> str:
-    """A time as a person says it now: with the day only when it is another one."""
-    if moment.date() == now.date():
-        return moment.strftime("%H:%M")
-    return moment.strftime("%a %H:%M" if moment - now < timedelta(days=6) else "%Y-%m-%d %H:%M")
+def format_time(moment: datetime, sensors: Sensors) -> str:
+    """A time as a person says it now: with the day only when it is another one.
+
+    The zone is named where it will be another one, too: 01:45 may come twice in a night.
+    """
+    now = sensors.now.astimezone(sensors.zone)
+    local = moment.astimezone(sensors.zone)
+    zone_name = f" {local.tzname()}" if local.utcoffset() != now.utcoffset() else ""
+    if local.date() == now.date():
+        return f"{local:%H:%M}{zone_name}"
+    return f"{local:%a %H:%M}{zone_name}" if moment - sensors.now < timedelta(days=6) else f"{local:%Y-%m-%d %H:%M}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swarmd.errors import Code, Refused
 from swarmd.protocol.membership.catalog import RIGHTS, AdmittedMember, Catalog, InviteTerms, Right
 from swarmd.protocol.membership.charter import Founders
-from swarmd.protocol.membership.identity import Membership, peer_id_of
+from swarmd.protocol.membership.identity import Membership, expired, peer_id_of
 from swarmd.values import PeerId
 
 MAX_WAITING_OF_AN_INVITE = 16  # of a leaked one no more, so that others are seen
@@ -73,8 +73,7 @@ class Admission:
         else:
             worth = self._by_invite(membership, now)
         if worth.ends_at <= now:
-            text = f"the membership of {membership.peer} expired {int(now - worth.ends_at)} s ago"
-            raise Refused(Code.NOT_A_MEMBER, text)
+            raise expired(membership, worth.ends_at, now)
         return worth
 
     def arrived(self) -> list[tuple[bytes, bytes, InviteTerms]]:

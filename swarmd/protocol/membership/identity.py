@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.protocol.untrusted import decode
-from swarmd.values import PeerId
+from swarmd.values import PeerId, format_moment, format_span
 
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash, 36 bytes; protobuf: type ed25519, 32 bytes
 _LINK_DOMAIN = b"swarmd certificate link 1\0"
@@ -163,8 +163,14 @@ def verify_certificate_untrusted(
     """
     membership = follow_untrusted(certificate, issuers, peer)
     if membership.expires_at <= now:
-        raise Refused(Code.NOT_A_MEMBER, f"the membership of {peer} expired {int(now - membership.expires_at)} s ago")
+        raise expired(membership, membership.expires_at, now)
     return membership
+
+
+def expired(membership: Membership, ended_at: float, now: float) -> Refused:
+    """The refusal of a member whose time is over by this machine's clock, which may be wrong: so it is named."""
+    text = f"the membership of {membership.peer} expired {format_span(now - ended_at)} ago"
+    return Refused(Code.NOT_A_MEMBER, f"{text}, by a clock that says {format_moment(now)}")
 
 
 def follow_untrusted(

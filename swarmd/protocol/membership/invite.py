@@ -17,6 +17,7 @@ from swarmd.protocol.membership.identity import (
     read_links_untrusted,
     verify_certificate_untrusted,
 )
+from swarmd.values import format_moment, format_span
 
 _PREFIX = "swarmd"
 _VERSION = "1"
@@ -100,12 +101,9 @@ def decode_untrusted(text: str, now: float) -> Invite:
     except (msgspec.DecodeError, IntegrityError) as error:
         raise ConfigError(f"the invite's certificate is not valid: {error}") from None
     if invite.expires_at <= now:
-        raise ConfigError(f"the invite expired {_format_age(now - invite.expires_at)} ago: ask for a new one")
+        ago = format_span(now - invite.expires_at)
+        clock = f"this machine's clock, {format_moment(now)}"
+        raise ConfigError(
+            f"the invite expired {ago} ago by {clock}: set it if that is wrong, else ask for a new invite"
+        )
     return invite
-
-
-def _format_age(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from swarmd.errors import Code, IntegrityError, Refused
+from swarmd.names import MAX_MEMBER_NAME
 from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Text
 from swarmd.protocol.membership.identity import (
     Identity,
@@ -27,7 +28,6 @@ MAX_RECORD_BYTES = 8_192  # so that an exchange of 20,000 stays small
 RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
 MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour
 MAX_SKEW_S = 120  # volunteers' clocks differ
-MAX_FUTURE_S = 86_400  # no clock is a day ahead: a record from then is nobody's honest word
 _DOMAIN = b"swarmd record 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
@@ -69,6 +69,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     are those of versions that did not say so. ``holds``: of which models it gives away which groups, as ranges
     [start, end) (weights.folder says what a group is). ``reach``: whether others can dial it (unknown, open or closed,
     as measured); ``relays``: it connects members that nobody can dial to others. ``found``: whose blocks it has probed.
+    ``name``: what its owner calls it; two may have the same.
     """
 
     addresses: Addresses = ()
@@ -88,6 +89,7 @@ class PeerRecord(Record, tag="peer", frozen=True):
     relays: bool = False
     found: Annotated[tuple[ProbeFinding, ...], msgspec.Meta(max_length=32)] = ()
     holds: Annotated[dict[Name, GroupRanges], msgspec.Meta(max_length=32)] = {}
+    name: Annotated[str, msgspec.Meta(max_length=MAX_MEMBER_NAME)] = ""
 
 
 class SpanRecord(Record, tag="span", frozen=True):
@@ -255,8 +257,8 @@ def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -
     record that does not count (expired, skewed, of a later version), which costs nobody anything.
     """
     # What is wrong falls into two kinds. IntegrityError: no honest peer would pass this on, for it verifies records
-    # itself. Refused: an honest peer may, as its clock or its version differs from this one's. So the signature comes
-    # first, and only then whether this version can read all of it.
+    # itself. Refused: an honest peer may, as its clock or its version differs from this one's; either clock may be
+    # years off. So the signature comes first, and only then whether this version can read all of it.
     envelope = decode(raw, Envelope, "a record", IntegrityError)
     author = decode(envelope.body, _Author, "a record", IntegrityError).peer
     verify(public_key_of_untrusted(author), _DOMAIN, envelope.body, envelope.signature, f"the record of {author}")
@@ -269,8 +271,6 @@ def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -
         raise IntegrityError(f"a record may live {MAX_LIFETIME_S} s, this one wants {lifetime_s}")
     if lifetime_s <= 0:
         raise IntegrityError(f"a record that ends {-lifetime_s} s before it begins")
-    if record.issued_at > now + MAX_FUTURE_S:
-        raise IntegrityError(f"a record that is issued {record.issued_at - now:.0f} s from now")
     if isinstance(record, SpanRecord) and record.start >= record.end:
         raise IntegrityError(f"a span needs start < end, got {record.start}:{record.end}")
     if record.expires_at <= now or record.issued_at > now + MAX_SKEW_S:

@@ -24,6 +24,8 @@ from swarmd.protocol.untrusted import decode
 from swarmd.text_files import decode_text
 from swarmd.values import ModelId
 
+SINGLE_FILE = "model.safetensors"  # a checkpoint in one file, as the hub has it
+INDEX_FILE = "model.safetensors.index.json"  # of one in several: which tensor is in which
 VERSION = 2  # of the manifest's layout
 DATA = "swarmd-data"  # of a training run's data, one block for each shard (train.store.data)
 CHUNK_BYTES = 4 * 2**20  # what is verified and fetched at once
@@ -155,29 +157,41 @@ def check_inside(folder: Path, path: Path) -> None:
         raise ConfigError(f"{path} is a link to {target}, outside the checkpoint: what it holds would be given away")
 
 
-def shard_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a checkpoint, all present. Raises ConfigError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        listed = read_json(index)
-        weight_map = listed.get("weight_map") if isinstance(listed, dict) else None
-        files: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-        if not all(isinstance(name, str) for name in files):
-            raise ConfigError(f"{index}: weight_map must map tensor names to file names")
-        names = sorted(set(files))
-    else:
-        names = ["model.safetensors"]
+def shard_names(folder: Path) -> list[str]:
+    """List the safetensors files that a checkpoint consists of, there or not. Raises ConfigError.
+
+    Others may lie beside them: the same weights in another layout (``consolidated.safetensors``), or an older model's.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return [SINGLE_FILE]
+    listed = read_json(index)
+    weight_map = listed.get("weight_map") if isinstance(listed, dict) else None
+    files: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) for name in files):
+        raise ConfigError(f"{index}: weight_map must map tensor names to file names")
+    names = sorted(set(files))
     for name in names:
         if Path(name).name != name:
             raise ConfigError(f"{index}: the shard {name!r} lies outside the folder")
-        if not (folder / name).is_file():
-            pickle_files = [path.name for pattern in ("*.bin", "*.pt*") for path in folder.glob(pattern)]
-            hint = (
-                f"; {pickle_files[0]} holds pickle, which swarmd never opens: convert it to safetensors"
-                if pickle_files
-                else ""
-            )
-            raise ConfigError(f"{folder / name} is missing, or no plain file{hint}")
+    return names
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a checkpoint, all present. Raises ConfigError."""
+    names = shard_names(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        is_named = (folder / INDEX_FILE).is_file()
+        count = f" ({INDEX_FILE} names {len(names)}, {len(missing)} of them are not there)" if is_named else ""
+        pickle_files = [path.name for pattern in ("*.bin", "*.pt*") for path in folder.glob(pattern)]
+        hint = (
+            f"; {pickle_files[0]} holds pickle, which swarmd never opens: convert it to safetensors"
+            if pickle_files
+            else ""
+        )
+        raise ConfigError(f"{folder / missing[0]} is missing, or no plain file{count}{hint}")
+    for name in names:
         check_inside(folder, folder / name)
     return [folder / name for name in names]
 
@@ -192,7 +206,7 @@ def _tensor_places(folder: Path) -> Iterator[tuple[Path, shards.Place]]:
 
 def _check_index(folder: Path) -> None:
     """Refuse an index that says other than the shards: it is what readers go by. Raises ConfigError."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX_FILE
     if not index.is_file():
         return
     shard_of = {place.name: shard.name for shard, place in _tensor_places(folder)}

@@ -52,7 +52,10 @@ class Hello(Message, tag="hello", frozen=True):
 
 
 class Refusal(Message, tag="refusal", frozen=True):
-    """No, and why. ``re`` names the request; session and op are named where there is one."""
+    """No, and why. ``re`` names the request; session and op are named where there is one.
+
+    Who refuses a member tells in ``now`` what its clock says: one of the two may be wrong.
+    """
 
     re: Count = 0
     code: Name = Code.REFUSED.value
@@ -62,6 +65,7 @@ class Refusal(Message, tag="refusal", frozen=True):
     start: Block = 0
     seq: Count = 0
     epoch: Count = 0
+    now: Count = 0
 
 
 class Ping(Request, tag="ping", frozen=True):
@@ -86,9 +90,13 @@ class ExchangeDigest(Request, tag="digest", frozen=True):
 
 
 class ExchangeReply(Message, tag="digest_reply", frozen=True):
-    """What you lack, and in ``want`` what I lack, named as the digest does: the payload is an ``ExchangeBody``."""
+    """What you lack, and in ``want`` what I lack, named as the digest does: the payload is an ``ExchangeBody``.
+
+    ``now`` is as in ``Hello``: clocks are set while members are connected.
+    """
 
     re: Count = 0
+    now: Count = 0
 
 
 class Records(Message, tag="records", frozen=True):
@@ -532,8 +540,8 @@ def refuse_unhandled(message: AnyMessage) -> None:
         raise Refused(Code.UNSUPPORTED, f"this peer does not answer {type(message).__name__}")
 
 
-def refusal_for(message: msgspec.Struct, error: Refused) -> Refusal:
-    """Build the refusal that answers ``message``, naming the request or the op it is about."""
+def refusal_for(message: msgspec.Struct, error: Refused, now: int = 0) -> Refusal:
+    """Build the refusal that answers ``message``, naming the request or the op it is about; ``now``: see there."""
     return Refusal(
         re=getattr(message, "id", 0),
         code=error.code.value,
@@ -543,6 +551,7 @@ def refusal_for(message: msgspec.Struct, error: Refused) -> Refusal:
         start=getattr(message, "start", 0),
         seq=getattr(message, "seq", 0),
         epoch=getattr(message, "epoch", 0),
+        now=now,
     )
 
 

@@ -151,10 +151,13 @@ class WorkerSource:
         return (await self._compute_rows(request, rows.tobytes())).loss
 
     async def close(self) -> None:
+        self._end_worker()
+
+    def _end_worker(self) -> str:
+        """End the worker, if there is one; returns why it had ended, as far as that is known."""
         process = self._process
         self._process = None
-        if process is not None:
-            process.kill()
+        return process.kill().describe(self._last_words) if process is not None else "it had not started"
 
     # The worker may die at any time: killed for memory, by a driver, by hand. The vectors lie in memory that this
     # process shares with it, so that they outlive it: a new worker maps the same and goes on. What it was adding to may
@@ -221,7 +224,7 @@ class WorkerSource:
             while not self._frames:
                 data = await anext(self._incoming, b"")
                 if not data:
-                    raise WorkerLost(f"it ended: {self._last_words}" if self._last_words else "it ended")
+                    raise WorkerLost(self._end_worker())
                 for frame in self._decoder.feed_untrusted(data):
                     message = worker.decode(frame.header)
                     if isinstance(message, Ending):

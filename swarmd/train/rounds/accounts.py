@@ -7,19 +7,21 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from swarmd.protocol.runs.backing import N_DIRECTIONS, Sums
+from swarmd.protocol.runs.recipe import Recipe
 from swarmd.protocol.wire.rounds import Group
 from swarmd.train.rounds.duties import Duties, Key
 from swarmd.train.rounds.parts import ReducedPart
 from swarmd.train.vectors.codecs import Codec
-from swarmd.train.vectors.directions import Directions
-from swarmd.train.vectors.state import Vector
+from swarmd.train.vectors.directions import Directions, directions_of
+from swarmd.train.vectors.state import Vector, average_digest
 from swarmd.train.vectors.sums import squares_of
-from swarmd.values import PeerId
+from swarmd.values import PeerId, RunId
 
 N_DIGEST_BYTES = 16  # of a reducer's results: a leader compares them between members
 
@@ -109,7 +111,10 @@ def account_for_average(
     flow: Flow,
     codec: Codec,
 ) -> AverageProjection:
-    """Account for an average. ``contribution``: this member and what it gave and keeps, if it counts."""
+    """Account for an average along its directions.
+
+    ``contribution``: this member and what it gave and keeps, if it counts.
+    """
     reductions: dict[int, tuple[bytes, Sums, float]] = {}
     for place in sorted({p.reducer for p in group.parts}):
         results = hashlib.sha256()
@@ -150,6 +155,29 @@ def account_for_average(
         subtotals=project_pieces(flow.subtotals),
         passed=passed,
     )
+
+
+class RoundAccounts:
+    """What a member of one round says of the averages that come of it. Takes a while: it is done off the loop."""
+
+    def __init__(self, recipe: Recipe, group: Group, codec: Codec) -> None:
+        self._digest_of = partial(average_digest, RunId(group.run), group.parent)
+        self._directions_of = partial(directions_of, recipe, group.parent, group.n_elements)
+        self._codec = codec
+
+    def digest(self, average: Vector) -> bytes:
+        """Hash an average."""
+        return self._digest_of(average)
+
+    def project(self, digest: bytes, contribution: Vector) -> ContributionProjection:
+        """Project a contribution on the directions of an average, which need not be here."""
+        return project_contribution(self._directions_of(digest), contribution)
+
+    def account(
+        self, group: Group, digest: bytes, average: Vector, contribution: tuple[PeerId, Vector] | None, flow: Flow
+    ) -> AverageProjection:
+        """See ``account_for_average``."""
+        return account_for_average(group, self._directions_of(digest), average, contribution, flow, self._codec)
 
 
 def _zero_sums() -> Numbers:

@@ -9,7 +9,6 @@ one's part given to others) sums are made anew from what is there. The leader is
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,7 @@ from swarmd.net.tasks import Tasks
 from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.recipe import Recipe
 from swarmd.protocol.wire.rounds import Beat, Group, Reduced
-from swarmd.train.rounds.accounts import (
-    AverageProjection,
-    ContributionProjection,
-    Flow,
-    account_for_average,
-    flow_of,
-    project_contribution,
-)
+from swarmd.train.rounds.accounts import ContributionProjection, RoundAccounts, flow_of
 from swarmd.train.rounds.duties import Key
 from swarmd.train.rounds.groups import counted_of
 from swarmd.train.rounds.parts import InputSource, ReducedPart, chunk_elements
@@ -36,10 +28,9 @@ from swarmd.train.rounds.round_progress import RoundProgress, begin_version
 from swarmd.train.rounds.sending import BEAT_INTERVAL_S, Sending
 from swarmd.train.store.services import OffLoop, Wakeups
 from swarmd.train.vectors.codecs import CodedVector, codec_of
-from swarmd.train.vectors.directions import directions_of
-from swarmd.train.vectors.state import Vector, average_digest
+from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_in
-from swarmd.values import PeerId, RunId
+from swarmd.values import PeerId
 
 # One member in one version of a group; a part is a range of the vector:
 #
@@ -77,8 +68,7 @@ class Round:
         self._me = rpc.network.peer_id
         self._coded = coded
         self._vector = coded.values if coded is not None else None
-        self._digest = partial(average_digest, RunId(group.run), group.parent)
-        self._directions = partial(directions_of, recipe, group.parent, group.n_elements)
+        self._accounts = RoundAccounts(recipe, group, self._codec)
         self._off_loop = off_loop
         self._parts: dict[Key, ReducedPart] = {}
         self._news = Wakeups()  # anything
@@ -147,7 +137,7 @@ class Round:
         """Sign what this peer gave to an average that others have, before it is here."""
         progress = self.progress
         if self._vector is not None and progress.is_counted and progress.share is None:
-            projection = await self._off_loop(self._given_to, average, self._vector)
+            projection = await self._off_loop(self._accounts.project, average, self._vector)
             if progress is self.progress and progress.share is None:
                 progress.share = self._sign(average, projection)
                 self._beat_now.set()
@@ -226,12 +216,12 @@ class Round:
         """Hash a whole average, and sign what this member gave to it."""
         for start, end in progress.duties.averages:
             average[start:end] = self._parts[start, end].total
-        digest = await self._off_loop(self._digest, average)
+        digest = await self._off_loop(self._accounts.digest, average)
         vector = self._vector if progress.is_counted else None
         contribution = (self._me, vector) if vector is not None else None
         flow = flow_of(progress.duties, self._parts, vector)
         account = await self._off_loop(
-            self._account_for,
+            self._accounts.account,
             progress.group,
             digest,
             average,
@@ -246,26 +236,6 @@ class Round:
             else:
                 progress.share = None
             self._beat_now.set()
-
-    def _given_to(self, digest: bytes, contribution: Vector) -> ContributionProjection:
-        return project_contribution(self._directions(digest), contribution)
-
-    def _account_for(
-        self,
-        group: Group,
-        digest: bytes,
-        average: Vector,
-        contribution: tuple[PeerId, Vector] | None,
-        flow: Flow,
-    ) -> AverageProjection:
-        return account_for_average(
-            group,
-            self._directions(digest),
-            average,
-            contribution,
-            flow,
-            self._codec,
-        )
 
     async def _measure_own(self, progress: RoundProgress) -> None:
         """Measure this peer's numbers for each that gets some: none of them can say otherwise then."""

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from swarmd.errors import ConfigError, IntegrityError
+from swarmd.folders import read_file, remove_file
 from swarmd.plan.runs.ballot import Acceptor
 from swarmd.protocol.models import shards
 from swarmd.protocol.models.manifest import model_id
@@ -74,17 +75,15 @@ class RunFolder:
     @property
     def role(self) -> str:
         """This machine's part in the run; "" when it left."""
-        path = self.folder / "role"
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
+        return (read_file(self.folder / "role") or b"").decode(errors="replace")
 
     def leave(self) -> None:
         """Forget this machine's part in the run; what the run wrote stays."""
-        (self.folder / "role").unlink(missing_ok=True)
+        remove_file(self.folder / "role")
 
     def order(self) -> bytes:
         """Read the owner's latest order as it was signed; b"" without any."""
-        path = self.folder / "order.bin"
-        return path.read_bytes() if path.is_file() else b""
+        return read_file(self.folder / "order.bin") or b""
 
     def keep_order(self, raw: bytes) -> None:
         """Write the owner's latest order. Raises ConfigError."""

@@ -154,7 +154,7 @@ async def test_who_signs_that_nothing_passed_is_done_without(virtual_time: MockC
         receipts.note_output = lambda key, hop, seq, tensor, payload: sign_outputs(key, hop, seq, None, payload)  # type: ignore[method-assign]
         await run.generate(FIRST_WINDOW_OPS + 10)
         assert run.session.statistics.doubts
-        assert run.peers[place] not in [link.hop.peer for link in run.session.hops.links]
+        assert run.peers[place] not in [link.hop.peer for link in run.session.chain.links]
         assert not any(run.faults(Fault.WRONG_RESULTS)), "one of two lies, and nobody knows which"
 
 
@@ -162,7 +162,7 @@ async def test_a_hop_that_has_signed_nothing_yet_proves_nothing(virtual_time: Mo
     """One that has just inherited caches: an audit at the session's end that met it ended the whole client."""
     async with chat(*THREE) as run:
         await run.generate(3)
-        hops = run.session.hops
+        hops = run.session.chain
         ask_receipt = run.session.receipts.ask_receipt
 
         async def of_an_heir(link: HopLink) -> HopAccount:
@@ -199,7 +199,7 @@ async def test_a_liar_is_convicted_and_the_session_goes_on_rightly(virtual_time:
         assert run.faults(Fault.WRONG_RESULTS) == [1, 0, 0, 0, 0, 0]
         (doubt,) = run.session.statistics.doubts
         assert doubt.first_token == 5 + 5, "of the tokens that follow a prompt of five, from the sixth on"
-        assert run.peers[0] not in [link.hop.peer for link in run.session.hops.links]
+        assert run.peers[0] not in [link.hop.peer for link in run.session.chain.links]
 
 
 async def silence_after(run: Chat, n_tokens: int) -> None:
@@ -231,7 +231,7 @@ async def test_who_falls_silent_at_the_end_leaves_a_doubt(virtual_time: MockCloc
 
 async def test_who_was_right_for_long_may_die_without_a_doubt(virtual_time: MockClock) -> None:
     async with chat(*THREE) as run:
-        key = record_key(run.session.terms, run.session.hops.links[0].hop)
+        key = record_key(run.session.terms, run.session.chain.links[0].hop)
         run.client.checks._records[key] = AuditRecord(1_000, 1_000, 0)
         run.client.checks._rng.random = lambda: 0.5  # type: ignore[method-assign]
         await silence_after(run, 4)
@@ -268,7 +268,7 @@ async def accuse_first_hop(
     change: Callable[[Evidence], Evidence] = lambda evidence: evidence,
 ) -> None:
     """Accuse the first hop, which is honest, of its fourth token, at another holder of its blocks. Raises PeerError."""
-    link = run.session.hops.links[0]
+    link = run.session.chain.links[0]
     account = await run.session.receipts.ask_receipt(link)
     hidden, positions = run.session.history.placed(0, 4)
     request = WantTokens(session=run.session.key, first=3)
@@ -361,7 +361,7 @@ async def test_only_those_who_may_read_it_compute_it(virtual_time: MockClock) ->
     async with chat(*THREE, is_pinned=False, only=(2, 3)) as run:
         await run.generate(FIRST_WINDOW_OPS + 3)
         await run.client.close_session(run.session)
-        assert {link.hop.peer for link in run.session.hops.links} == {run.peers[2], run.peers[3]}
+        assert {link.hop.peer for link in run.session.chain.links} == {run.peers[2], run.peers[3]}
         assert run.outcomes() == ["inconclusive"] * 4, "nobody else may see it, not even to check"
 
 

@@ -129,18 +129,18 @@ class PlayedSwarm:
         (frame,) = FrameDecoder().feed_untrusted(raw)
         op = messages.decode_untrusted(frame.header)
         assert isinstance(op, Op)
-        for peer in self.dead.intersection(link.hop.peer for link in self.session.hops.links):
+        for peer in self.dead.intersection(link.hop.peer for link in self.session.chain.links):
             self.session.on_gone(peer)
             return
         await self.answer(op.seq)
 
     async def answer(self, seq: int) -> None:
         meta, payload = pack(torch.ones(1, 1, 8), torch.zeros(1, 1), None, "raw")
-        epoch = self.session.hops.epoch
+        epoch = self.session.chain.epoch
         raw = messages.encode_frame(Op(session=self.session.key, start=6, epoch=epoch, seq=seq, tensor=meta), payload)
         (frame,) = FrameDecoder().feed_untrusted(raw)
         op = messages.decode_untrusted(frame.header)
-        await self.session.on_message(self.session.hops.links[-1].hop.peer, op, frame)
+        await self.session.on_message(self.session.chain.links[-1].hop.peer, op, frame)
 
     async def hear(self, peer: PeerId, message: messages.Message) -> None:
         """Have the session hear what a hop says."""
@@ -213,7 +213,7 @@ async def test_a_new_hop_whose_replay_was_lost_is_opened_again(virtual_time: Moc
     replays = [m for _, m in swarm.asked if isinstance(m, Replay)]
     assert [m.have for m in replays] == [None, None], "the merged history too: without it later ops have a gap"
     assert [peer for peer, m in swarm.asked if isinstance(m, OpenSession)].count(C) == 2
-    assert [link.hop.peer for link in session.hops.links] == [A, C]
+    assert [link.hop.peer for link in session.chain.links] == [A, C]
 
 
 async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time: MockClock) -> None:
@@ -223,7 +223,7 @@ async def test_the_last_holder_of_a_block_gets_a_second_chance_soon(virtual_time
     await step(session)
     swarm.received = {A: 1, B: 1}
     swarm.on_replay = lambda sender: trio.lowlevel.spawn_system_task(swarm.answer, 2) and None
-    session.hops.exclude(session.hops.links[1], Blame.SILENT, "a moment of silence")
+    session.chain.exclude(session.chain.links[1], Blame.SILENT, "a moment of silence")
     started_at = trio.current_time()
     await session._repairs.run()
     assert trio.current_time() - started_at < 2, "nobody else holds its blocks: it is not left out for 20 s"
@@ -234,9 +234,9 @@ async def test_a_relay_is_to_blame_for_silence_and_not_for_wrong_numbers(virtual
     swarm.relayed = {A, B}
     session = swarm.session = ChainSession(swarm, SessionOptions(MODEL, 6, 1, 100), Budget())
     await session.open()
-    first, last = session.hops.links
-    session.hops.exclude(first, Blame.FAILING, "wrong numbers")
-    session.hops.exclude(last, Blame.SILENT, "a moment of silence")
+    first, last = session.chain.links
+    session.chain.exclude(first, Blame.FAILING, "wrong numbers")
+    session.chain.exclude(last, Blame.SILENT, "a moment of silence")
     assert swarm.left_relays == [B]
     assert not swarm.standing.allows(A, is_last_resort=True)
     assert swarm.standing.allows(B, is_last_resort=True), "by another way, at once"
@@ -252,7 +252,7 @@ async def test_what_a_former_hop_refuses_costs_no_repair(virtual_time: MockClock
     await step(session)
     assert not session.statistics.repairs
     await session.on_message(B, refusal, frame)
-    assert session.hops.links[1].is_lost
+    assert session.chain.links[1].is_lost
 
 
 async def test_an_heir_is_known_by_its_worker(virtual_time: MockClock) -> None:
@@ -264,9 +264,9 @@ async def test_an_heir_is_known_by_its_worker(virtual_time: MockClock) -> None:
     await session.open()
     await step(session)
     swarm.received = {A: 1, B: 1}
-    await swarm.hear(B, Leaving(session=session.key, start=4, epoch=session.hops.epoch))
+    await swarm.hear(B, Leaving(session=session.key, start=4, epoch=session.chain.epoch))
     await trio.sleep(1)
-    heir = session.hops.links[1]
+    heir = session.chain.links[1]
     assert heir.is_heir
     assert heir.hop == Hop(C, Span(4, 6), slot=1)
 
@@ -283,7 +283,7 @@ async def test_a_session_that_ends_while_it_moves_gives_back_what_it_opened(
     await session.open()
     await step(session)
     swarm.received = {A: 1, B: 1}
-    await swarm.hear(B, Leaving(session=session.key, start=4, epoch=session.hops.epoch))
+    await swarm.hear(B, Leaving(session=session.key, start=4, epoch=session.chain.epoch))
     await trio.sleep(ends_after_s)
     await session.close()
     await trio.sleep(60)
@@ -322,7 +322,7 @@ async def test_unsupported_is_final_for_that_server_and_others_are_asked(virtual
         await trio.sleep(10)
         del swarm.refuse[B]
     assert [peer for peer, _ in swarm.asked].count(A) == 1, "whoever cannot is not asked again"
-    assert session.hops.links[0].hop.peer == B
+    assert session.chain.links[0].hop.peer == B
 
 
 async def test_a_session_that_nobody_supports_ends_at_once(virtual_time: MockClock) -> None:

@@ -295,7 +295,9 @@ async def test_a_peer_that_answers_pings_but_nothing_else_is_left_out_longer_eac
             await both_ways(lanes, batches(4))
             assert trio.current_time() - started_at < 24
             await trio.sleep(30)
-        assert world.standing.strikes(PeerId("mute")) == 3, "it was tried in the first, the second and the fourth round"
+        assert world.standing._histories[PeerId("mute")].strikes == 3, (
+            "it was tried in the first, the second and the fourth round"
+        )
 
 
 async def test_on_a_slow_link_a_frame_has_the_time_that_it_takes(virtual_time: MockClock) -> None:

@@ -356,7 +356,7 @@ def test_a_pass_that_fails_ends_its_sessions_and_not_the_worker(
     for key in (b"x" * 16, b"y" * 16):
         bench.open(key)
         bench.put(key, torch.randn(1, 20, 64), 0)
-    broken = bench.scheduler._sessions[b"x" * 16, 0]
+    broken = bench.scheduler._queues.begun[b"x" * 16, 0]
     monkeypatch.setattr(broken, "piece", lambda _: [][1])
     bench.run()
     assert [m.code for m in bench.others if isinstance(m, Refusal)] == ["session_lost"]
@@ -376,7 +376,7 @@ def test_a_card_that_computes_nothing_any_more_ends_the_worker(
     def compute(_: int) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(bench.scheduler._sessions[key, 0], "piece", compute)
+    monkeypatch.setattr(bench.scheduler._queues.begun[key, 0], "piece", compute)
     with pytest.raises(torch.AcceleratorError):
         bench.run()
 
@@ -452,7 +452,7 @@ class TestSharedBeginnings:
         texts = {key: torch.cat([system, self.text(20, key[0] + 5)], 1) for key in keys}
         for key in keys:
             self.answers(bench, key, texts[key], client)
-        layers = [bench.scheduler._sessions[key, 0]._cache.owned[0] for key in keys]
+        layers = [bench.scheduler._queues.sessions[key, 0].state.cache.owned[0] for key in keys]
         assert [layer.n_shared for layer in layers] == [340, 320, 320, 320], "the first gave all that it had"
         assert len({layer.prefix[0].data_ptr() for layer in layers}) == 1
         for n in range(2):  # all of them in one pass, and one that goes back behind what it shares
@@ -491,8 +491,8 @@ class TestSharedBeginnings:
         self.answers(bench, b"a" * 16, text, client)
         self.answers(bench, b"b" * 16, text, client)
         bench.feed(messages.encode_frame(CloseSession(session=b"a" * 16, start=0)))
-        session = bench.scheduler._sessions[b"b" * 16, 0]
-        alike(session.history.tokens(0, 96), whole(bench.scheduler.engine, text))
+        session = bench.scheduler._queues.sessions[b"b" * 16, 0]
+        alike(session.state.history.tokens(0, 96), whole(bench.scheduler.engine, text))
 
     def test_batches_and_the_exact_grade_compute_for_themselves(self, bench: Bench) -> None:
         text = self.text(64, 1).expand(2, -1, -1)

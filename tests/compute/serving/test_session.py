@@ -27,11 +27,11 @@ def test_ops_that_are_never_settled_do_not_pile_up(tmp_path: Path) -> None:
     def apply_many() -> None:
         for seq in range(1, 100):
             edits = (Edit(crop=16),) if seq > 1 else ()
-            session.begin(Op(session=b"s" * 16, seq=seq, edits=edits, tensor=meta), memoryview(payload))
-            session.put(span.run([session.piece(16)])[0])
-            session.answer()
-            session.keep()
+            op = session.begin(Op(session=b"s" * 16, seq=seq, edits=edits, tensor=meta), memoryview(payload))
+            op.put(span.run([op.piece(16)])[0])
+            op.answer()
+            session.keep(op)
 
     with pytest.raises(Refused, match="kept for replay already"):
         apply_many()
-    assert session.history.recent_tokens <= (KEPT_TIMES + 1) * 16
+    assert session.state.history.recent_tokens <= (KEPT_TIMES + 1) * 16

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from swarmd.compute.serving.worker import Worker, main
-from swarmd.plan.owner.duty import Duty
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire import worker as protocol
 from swarmd.protocol.wire.frames import FrameDecoder
@@ -109,7 +108,8 @@ def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytes
         worker = Worker(theirs)
         clock = PlayedTime(theirs)
         monkeypatch.setattr("swarmd.compute.serving.worker.time", clock)
-        monkeypatch.setattr("swarmd.compute.serving.worker.select", clock)
+        monkeypatch.setattr("swarmd.compute.serving.daemon_socket.time", clock)
+        monkeypatch.setattr("swarmd.compute.serving.daemon_socket.select", clock)
         made_at: list[float] = []
 
         def step() -> bool:
@@ -117,8 +117,7 @@ def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytes
             clock.pass_by(0.1)
             return True
 
-        worker._woke_at = clock.now
-        worker._duty = Duty(share=0.1)
+        worker._socket.set_share(0.1)
         worker._background = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
         worker._measure_while_idle()
         assert len(made_at) == 10, "a tenth of ten seconds"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,7 @@ class PlayedMachine:
     """Sensors that a test sets, and what was done."""
 
     def __init__(self, folder: Path, **rules: object) -> None:
-        self.sensors = Sensors(datetime.now())
+        self.sensors = Sensors(datetime.now(UTC))
         self.done: list[str] = []
         self.file = folder / "pause.json"
         self.presence = self.another(PolicyConfig(**rules))  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ class PlayedMachine:
         return Presence(config, self.done.append, self.file, sense=self.sense)
 
     async def sense(self, rules: Rules) -> Sensors:
-        return replace(self.sensors, now=datetime.now())
+        return replace(self.sensors, now=datetime.now(UTC))
 
 
 async def test_a_change_is_acted_on_once(virtual_time: MockClock, tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_a_pause_acts_at_once_and_outlives_its_daemon(tmp_path: Path) -> None:
     assert not world.presence.snapshot().may_work
     assert len(world.done) == 1
     restarted = world.another(PolicyConfig())
-    restarted.apply_sensors(Sensors(datetime.now()))
+    restarted.apply_sensors(Sensors(datetime.now(UTC)))
     assert restarted.verdict.reason == world.presence.verdict.reason
-    restarted.apply_sensors(Sensors(datetime.now() + timedelta(hours=3)))
+    restarted.apply_sensors(Sensors(datetime.now(UTC) + timedelta(hours=3)))
     assert restarted.verdict.may_work
     restarted.resume()
     assert not world.file.exists()
-    world.another(PolicyConfig()).apply_sensors(Sensors(datetime.now()))
+    world.another(PolicyConfig()).apply_sensors(Sensors(datetime.now(UTC)))
     assert len(world.done) == 3, "the first pause, the second daemon's, and its end"
 
 
@@ -93,7 +93,7 @@ def test_what_is_paused_starts_no_worker(tmp_path: Path) -> None:
 def test_a_damaged_pause_stays_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "pause.json").write_text("{")
     world = PlayedMachine(tmp_path)
-    world.presence.apply_sensors(Sensors(datetime.now()))
+    world.presence.apply_sensors(Sensors(datetime.now(UTC)))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
     assert "pause again, or resume" in caplog.text
 
@@ -125,13 +125,13 @@ def test_the_hottest_card_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("output", "expected"),
-    [("IdleHint=no\nIdleSinceHint=0\n", 0.0), ("IdleHint=yes\nIdleSinceHint=5\n", 95.0), ("", None)],
+    [("IdleHint=no\nIdleSinceHintMonotonic=0\n", 0.0), ("IdleHint=yes\nIdleSinceHintMonotonic=5\n", 95.0), ("", None)],
 )
 def test_a_seat_as_logind_describes_it(output: str, expected: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     done = presence_module.subprocess.CompletedProcess([], 0, output.replace("=5", "=5000000"), "")
     monkeypatch.setattr(presence_module.shutil, "which", lambda name: "/usr/bin/loginctl")
     monkeypatch.setattr(presence_module.subprocess, "run", lambda *a, **k: done)
-    monkeypatch.setattr(presence_module.time, "time", lambda: 100.0)
+    monkeypatch.setattr(presence_module.time, "monotonic", lambda: 100.0)
     monkeypatch.setattr(presence_module.psutil, "users", lambda: [])
     assert read_sensors(Rules(untouched_s=60)).untouched_s == expected
 
@@ -172,7 +172,7 @@ async def test_new_rules_are_looked_at_before_they_are_answered(tmp_path: Path) 
 def test_a_pause_until_no_time_stays_one(until: str, tmp_path: Path) -> None:
     (tmp_path / "pause.json").write_text(f'{{"until":{until}}}')
     world = PlayedMachine(tmp_path)
-    world.presence.apply_sensors(Sensors(datetime.now()))
+    world.presence.apply_sensors(Sensors(datetime.now(UTC)))
     assert world.presence.verdict.reason.endswith("until swarmd resume")
 
 
@@ -186,3 +186,40 @@ async def test_a_new_rule_is_looked_after_at_its_own_pace(virtual_time: MockCloc
         await trio.sleep(2 * SENSE_INTERVAL_S)
         assert world.done == ["not while game runs"]
         nursery.cancel_scope.cancel()
+
+
+def test_a_pause_lasts_as_its_owner_said_though_the_clock_is_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Set on by two hours, it ended at once; set back by five, it lasted six."""
+    world = PlayedMachine(tmp_path)
+    elapsed = [1_000.0]
+    presence = Presence(PolicyConfig(), world.done.append, world.file, elapsed=lambda: elapsed[0])
+    presence.pause(3_600)
+    begun = datetime.now(UTC)
+    for passed_s, set_by in ((600, timedelta(hours=2)), (1_200, timedelta(hours=-5)), (3_599, timedelta())):
+        elapsed[0] = 1_000.0 + passed_s
+        now = begun + timedelta(seconds=passed_s) + set_by
+        presence.apply_sensors(Sensors(now))
+        assert presence.is_paused
+        assert presence.verdict.changes_at is not None
+        assert abs((presence.verdict.changes_at - now).total_seconds() - (3_600 - passed_s)) < 1
+        restarted = Presence(PolicyConfig(), world.done.append, world.file)
+        restarted.apply_sensors(Sensors(now))
+        assert restarted.verdict == presence.verdict, "it is written down by the clock of now"
+    elapsed[0] = 4_601.0
+    presence.apply_sensors(Sensors(begun + timedelta(hours=-5)))
+    assert presence.verdict.may_work
+
+
+def test_a_pause_from_before_a_boot_without_a_clock_ends_when_it_should(tmp_path: Path) -> None:
+    world = PlayedMachine(tmp_path)
+    until = datetime(2026, 11, 27, 15, tzinfo=UTC)
+    world.file.write_text(f'{{"until":{until.timestamp()}}}')
+    presence = world.another(PolicyConfig())
+    presence.apply_sensors(Sensors(datetime(1970, 1, 1, tzinfo=UTC)))
+    assert presence.is_paused
+    presence.apply_sensors(Sensors(until - timedelta(seconds=1)))
+    assert presence.verdict.changes_at == until
+    presence.apply_sensors(Sensors(until))
+    assert presence.verdict.may_work

@@ -52,3 +52,9 @@ async def test_without_one_it_is_silent_and_ends(environment: dict[str, str], vi
     manager.ready("up")
     await manager.run()
     manager.stopping()
+
+
+def test_the_name_of_a_swarm_gives_the_manager_no_orders(manager_socket: tuple[str, socket.socket]) -> None:
+    address, listener = manager_socket
+    ServiceManager({"NOTIFY_SOCKET": address}).ready("a member of ours\nMAINPID=1")
+    assert listener.recv(999) == b"READY=1\nSTATUS=a member of ours MAINPID=1"

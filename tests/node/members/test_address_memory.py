@@ -22,6 +22,16 @@ def test_what_was_met_comes_before_what_is_older_and_is_there_after_a_restart(tm
     assert AddressMemory({PeerId("old"): ("of the invite",)}, file, ME).known == {"old": ("a",), "new": ("b",)}
 
 
+def test_what_is_given_is_tried_first_and_what_was_known_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    memory = AddressMemory({PeerId("old"): ("a",), PeerId("moved"): ("b", "c")}, file, ME)
+    memory.add({PeerId("moved"): ("d", "b"), ME: ("here",)})
+    assert list(memory.known.items()) == [("moved", ("d", "b", "c")), ("old", ("a",))]
+    assert AddressMemory({PeerId("moved"): ("of the invite",)}, file, ME).known["moved"] == ("d", "b", "c"), "kept"
+    memory.remember({PeerId("moved"): ("e",)})
+    assert memory.known["moved"] == ("e",), "what it announces itself is what counts"
+
+
 def test_it_remembers_so_many_the_newest(tmp_path: Path) -> None:
     memory = AddressMemory({PeerId("old"): ("a",)}, None, ME)
     memory.remember({PeerId(f"p{i}"): ("b",) for i in range(MAX_REMEMBERED)})
@@ -39,7 +49,7 @@ def test_a_file_that_cannot_be_read_or_written_costs_nothing_but_itself(
     assert "it is made anew" in caplog.text
     memory = AddressMemory({}, tmp_path / "nowhere" / "peers.json", ME)
     memory.remember({PeerId("new"): ("b",)})
-    assert "what led to members is not kept: cannot write" in caplog.text
+    assert "addresses are not remembered: cannot write" in caplog.text
 
 
 def test_a_full_disk_loses_nothing_that_was_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,6 +62,6 @@ def test_a_full_disk_loses_nothing_that_was_kept(tmp_path: Path, caplog: pytest.
         memory.remember({PeerId("new"): ("b",)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "what led to members is not kept: cannot write" in caplog.text
+    assert "addresses are not remembered: cannot write" in caplog.text
     assert AddressMemory({}, file, ME).known == {"old": ("a",)}
     assert [*tmp_path.iterdir()] == [file]

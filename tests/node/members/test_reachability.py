@@ -99,6 +99,9 @@ class PlayedNetwork:
             on_reserved()
             await trio.sleep_forever()
 
+    def missing_addresses(self) -> dict[str, str]:
+        return {"/ip4/10.8.0.2/tcp/4117": "no interface of this machine has 10.8.0.2"}
+
     def own_hosts(self) -> tuple[str, ...]:
         return tuple(address.split("/")[2] for address in self.addresses)
 

@@ -32,7 +32,7 @@ class BalancerScene:
         self.turnover = Turnover(lambda: self.now)
         services = BalancerServices(
             view=self.view,
-            wall_clock=lambda: self.now,
+            steady_clock=lambda: self.now,
             rng=random.Random(0),
             interval_s=60.0,
             turnover=self.turnover,

@@ -115,7 +115,7 @@ async def test_a_worker_that_ends_is_loading_again_not_online(virtual_time: Mock
         assert process is not None
         process.kill()
         await until(served, HostingState.LOADING)
-        assert "ended" in served.lifecycle.why
+        assert "killed" in served.lifecycle.why
         await until(served, HostingState.ONLINE)
 
 
@@ -158,8 +158,8 @@ async def test_two_workers_of_one_peer_are_two_hops_of_one_chain(
                 await trio.sleep(0.5)
                 await client.refresh()
             session = await client.open_session(swarm.terms(100))
-            assert [link.hop.peer for link in session.hops.links] == [peer, peer]
-            assert len({link.hop.slot for link in session.hops.links}) == 2
+            assert [link.hop.peer for link in session.chain.links] == [peer, peer]
+            assert len({link.hop.slot for link in session.chain.links}) == 2
             reference = Reference(4)
             hidden = torch.ones(1, 1, HIDDEN)
             token_ids = torch.zeros(1, 1, dtype=torch.int32)
@@ -192,7 +192,7 @@ async def test_an_opening_goes_to_the_worker_that_takes_it(virtual_time: MockClo
             client = await swarm.client()
             session = await client.open_session(swarm.terms(100))
             assert second.server is not None
-            assert len(second.server.sessions.hops) == len(session.hops.links) == 1
+            assert len(second.server.sessions.hops) == len(session.chain.links) == 1
             nursery.cancel_scope.cancel()
 
 

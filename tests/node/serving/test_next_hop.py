@@ -12,8 +12,7 @@ from trio.testing import MockClock
 from swarmd.errors import PeerTimeout, RemoteProtocolError, Unreachable
 from swarmd.node.serving.next_hop import AGAIN_AFTER_S, LOST_S, PUSH_TIMEOUT_S, NextHopDialer
 from swarmd.node.serving.replies import Replies
-from swarmd.plan.chains.hop import SessionHop, WaitingOps
-from swarmd.plan.chains.session import HopState
+from swarmd.plan.chains.hop import HopState, SessionHop, WaitingOps
 from swarmd.protocol.wire.messages import OpenSession, Reroute
 from swarmd.values import PeerId, Span
 

@@ -11,8 +11,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from swarmd.errors import Code, Refused
 from swarmd.node.serving.server import Server, ServerServices
-from swarmd.plan.chains.hop import SessionHop, WaitingOps
-from swarmd.plan.chains.session import HopState
+from swarmd.plan.chains.hop import HopState, SessionHop, WaitingOps
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame, FrameDecoder

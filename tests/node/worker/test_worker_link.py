@@ -16,6 +16,7 @@ from trio.testing import MockClock
 from swarmd.errors import Code, Refused
 from swarmd.node.worker.share import ComputeShare
 from swarmd.node.worker.worker_link import STALL_S, SubprocessWorker, WorkerLink, WorkerLost
+from swarmd.plan.owner.restarts import WorkerEnd
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import Op, Refusal, Replay, Replayed
@@ -40,7 +41,7 @@ class PlayedWorker:
 
     def __init__(self, first: Any = None) -> None:
         self.pid = 1
-        self.status = -signal.SIGKILL
+        self.end = WorkerEnd(-signal.SIGKILL, is_memory_short=False)
         self.taken: list[Any] = []
         self.is_deaf = False
         self._first = first or Loaded(device="toy")
@@ -65,12 +66,16 @@ class PlayedWorker:
             yield data
 
     def crash(self) -> None:
-        self.status = -signal.SIGSEGV
+        self.end = WorkerEnd(-signal.SIGSEGV)
         self._out.close()
 
-    def kill(self) -> int:
+    def run_out_of_memory(self) -> None:
+        self.end = WorkerEnd(-signal.SIGKILL, is_memory_short=True)
         self._out.close()
-        return self.status
+
+    def kill(self) -> WorkerEnd:
+        self._out.close()
+        return self.end
 
 
 class LinkScene:
@@ -192,7 +197,7 @@ async def test_why_a_worker_ended_is_said_in_its_own_words_and_of_this_one_only(
         await trio.sleep(5)
         s.workers[1].kill()
         await trio.sleep(0.1)
-        assert s.link.snapshot().reason == "the worker ended"
+        assert s.link.snapshot().reason == "the worker was killed by somebody"
 
 
 async def test_a_worker_that_crashes_twice_soon_after_its_start_comes_back_without_compiled_code(
@@ -225,12 +230,29 @@ async def test_a_worker_that_crashes_now_and_then_or_is_killed_keeps_its_compile
         assert [load.compiled for load in loads] == [True] * 5
 
 
+async def test_a_worker_that_is_killed_twice_for_want_of_memory_is_not_started_with_the_same_blocks_again(
+    virtual_time: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(Loading(stage="reading layers", done=0, total=40)) as s:
+        for n in range(2):
+            s.workers[n].run_out_of_memory()
+            await trio.sleep(5)
+        await trio.sleep(600)
+        assert len(s.workers) == 2
+        status = s.link.snapshot()
+        assert status.state == s.states[-1] == "failed"
+        assert "killed by the system for want of memory, 2 times in a row with blocks [0,4)" in status.reason
+        assert "GiB may be used here; serve fewer blocks" in status.reason
+        assert status.last_end == "the worker was killed by the system for want of memory"
+    assert status.reason in caplog.text
+
+
 async def test_a_crash_of_a_real_worker_is_told_apart_from_a_kill() -> None:
     for number in (signal.SIGSEGV, signal.SIGKILL):
         process = SubprocessWorker()
         os.kill(process.pid, number)
         assert [data async for data in process.received()] == []
-        assert process.kill() == -number
+        assert process.kill() == WorkerEnd(-number, is_memory_short=False)
 
 
 async def test_a_load_that_cannot_succeed_is_not_tried_again(virtual_time: MockClock) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmd.plan.chains.hosting import HostingLifecycle, HostingState, Placement, ServingPause
+from swarmd.plan.chains.hosting import BlockLimit, HostingLifecycle, HostingState, Placement, ServingPause
 from swarmd.values import ModelId, Span
 
 BLOCKS = Placement(ModelId("m"), Span(0, 4), "nobody else holds them")
@@ -101,7 +101,7 @@ def test_a_worker_that_cannot_load_gets_half_the_blocks_where_they_are_not_given
     loading: HostingLifecycle, n_loaded: int, most: int, ends: bool
 ) -> None:
     assert loading.follow_worker("failed", "no memory", n_loaded) is ends
-    assert loading.max_blocks == most
+    assert loading.limit == (BlockLimit(most, f"not {n_loaded}, since no memory") if ends else BlockLimit())
     assert loading.state is HostingState.FAILED
 
 

@@ -46,11 +46,18 @@ def test_others_wait_for_a_head_start_and_equals_for_less() -> None:
     ]
 
 
-def test_an_address_of_another_home_is_tried_only_where_there_is_nothing_else() -> None:
-    assert order(OTHER_LAN, CIRCUIT) == [CIRCUIT]
-    assert order(OTHER_LAN, PUBLIC) == [PUBLIC]
+def test_an_address_of_another_network_is_tried_last() -> None:
+    assert order(OTHER_LAN, CIRCUIT) == [CIRCUIT, OTHER_LAN]
+    assert order(OTHER_LAN, PUBLIC) == [PUBLIC, OTHER_LAN]
     assert order(OTHER_LAN) == [OTHER_LAN], "a company's network, perhaps"
-    assert order("/ip4/100.64.3.3/tcp/1", CIRCUIT) == [CIRCUIT], "a carrier's"
+    assert order("/ip4/100.64.3.3/tcp/1", CIRCUIT) == [CIRCUIT, "/ip4/100.64.3.3/tcp/1"], "a carrier's"
+
+
+def test_two_homes_alike_that_share_an_overlay_dial_it_after_the_address_that_both_know() -> None:
+    """The overlay's interface has a single address (/32): which others it leads to, only routes say."""
+    networks = (*HOME, ipaddress.ip_network("100.101.0.1/32"))
+    overlay = "/ip4/100.101.0.2/tcp/1"
+    assert order_attempts([LAN, overlay], networks) == [Attempt(LAN, 0.0), Attempt(overlay, HEAD_START_S)]
 
 
 def test_a_machine_with_a_whole_network_counts_as_one() -> None:

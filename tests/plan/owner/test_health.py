@@ -13,6 +13,8 @@ def found(kind: Kind, **facts: object) -> HealthFinding:
 
 def test_what_was_not_looked_at_is_not_fine() -> None:
     assert {f.kind: f.is_fine for f in check_health(Facts())} == {
+        "listening": True,  # what is missing is known at once
+        "members": None,
         "clock": None,
         "identity": True,  # it is looked for in every record that comes
         "version": None,
@@ -24,13 +26,29 @@ def test_what_was_not_looked_at_is_not_fine() -> None:
 
 
 @pytest.mark.parametrize(
+    ("alone_s", "is_fine", "text"),
+    [
+        (None, None, "no other member has been found yet; it failed"),
+        (59.0, None, "no other member has been found yet; it failed"),
+        (60.0, False, "no other member has been found for 1 min; it failed"),
+        (30_000.0, False, "no other member has been found for 8 h; it failed"),
+    ],
+)
+def test_who_finds_nobody_is_told_since_when_and_what_to_do(alone_s: float | None, is_fine: bool, text: str) -> None:
+    members = found("members", alone_s=alone_s, exchanged="it failed")
+    assert (members.is_fine, members.text) == (is_fine, text)
+    assert ("swarmd join with a fresh invite" in members.remedy) is (is_fine is False)
+    assert found("members", n_others=2, exchanged="exchanged with x").text == "2 others known; exchanged with x"
+
+
+@pytest.mark.parametrize(
     ("clocks", "is_fine", "text"),
     [
         ([0.3], True, "within 30 s of 1 of 1 other members"),
         ([12.0, -1.0, 110.0], True, "within 30 s of 2 of 3 other members"),
         ([0.0, -100.0], True, "within 30 s of 1 of 2 other members"),
-        ([95.0, 94.0, 0.0], False, "94 s behind 2 of 3 other members"),
-        ([-3_600.0], False, "3600 s ahead of 1 of 1 other members"),
+        ([95.0, 94.0, 0.0], False, "it says 1970-01-01 00:00 UTC, 94 s behind 2 of 3 other members"),
+        ([-3_600.0], False, "it says 1970-01-01 00:00 UTC, 60 minutes ahead of 1 of 1 other members"),
     ],
 )
 def test_a_clock_is_wrong_where_most_say_so(clocks: list[float], is_fine: bool, text: str) -> None:
@@ -61,8 +79,22 @@ def test_a_card_that_nobody_uses_is_named() -> None:
 
 def test_each_fault_says_what_to_do() -> None:
     ended = WorkerLife(False, 3, "the worker ended: KeyError: 7")
-    wrong = check_health(Facts("0.1", ["0.2"], [500.0], True, 5, False, "the DHT: silence", True, ["cpu"], [ended]))
-    assert [f.is_fine for f in wrong] == [False] * 7
+    facts = Facts(
+        "0.1",
+        ["0.2"],
+        [500.0],
+        True,
+        5,
+        False,
+        "the DHT: silence",
+        True,
+        ["cpu"],
+        [ended],
+        alone_s=90.0,
+        missing={"x": "y"},
+    )
+    wrong = check_health(facts)
+    assert [f.is_fine for f in wrong] == [False] * 9
     assert all(f.remedy for f in wrong)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmd.errors import ConfigError
 from swarmd.hours import DAYS, Hours
 from swarmd.plan.owner.policy import MOVING, Pause, Rules, Sensors, decide
 
-MONDAY = datetime(2026, 11, 23)
+MONDAY = datetime(2026, 11, 23, tzinfo=UTC)
 
 
 def at(day: str, time: str) -> datetime:
@@ -34,28 +35,14 @@ def at(day: str, time: str) -> datetime:
 )
 def test_hours_as_a_person_writes_them(text: str, inside: list[str], outside: list[str]) -> None:
     hours = Hours.parse(text)
-    assert all(hours.include(at(*when.split())) for when in inside)
-    assert not any(hours.include(at(*when.split())) for when in outside)
+    assert all(hours.include(at(*when.split()), UTC) for when in inside)
+    assert not any(hours.include(at(*when.split()), UTC) for when in outside)
 
 
 @pytest.mark.parametrize("text", ["22-08", "mon 25:00-26:00", "monday", "mon-fri 22:00", "mon tue", "1:60-2:00", ","])
 def test_what_is_no_hours_says_what_was_expected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"mon-fri 22:00-08:00|0:00 to 24:00"):
         Hours.parse(text)
-
-
-TIMES = st.tuples(st.integers(0, 23), st.integers(0, 59))
-
-
-@given(st.lists(st.tuples(st.sampled_from(DAYS), TIMES, TIMES), min_size=1, max_size=4), st.integers(0, 10_079))
-def test_the_next_change_is_the_first_minute_that_differs(
-    parts: list[tuple[str, tuple[int, int], tuple[int, int]]], minute: int
-) -> None:
-    hours = Hours.parse(", ".join(f"{d} {a}:{b:02}-{e}:{f:02}" for d, (a, b), (e, f) in parts))
-    start = MONDAY + timedelta(minutes=minute)
-    differs = (n for n in range(1, 10_081) if hours.include(start + timedelta(minutes=n)) != hours.include(start))
-    first = next(differs, None)
-    assert hours.next_change(start) == (None if first is None else start + timedelta(minutes=first))
 
 
 NOON = at("wed", "12:00")
@@ -106,6 +93,102 @@ def test_a_week_of_hours_changes_when_it_says() -> None:
             assert promised is not None
             assert timedelta() <= now - promised < timedelta(minutes=1), now
         promised, was = verdict.changes_at, verdict.may_work
+
+
+def local(zone: str, text: str, fold: int = 0) -> datetime:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone), fold=fold).astimezone(UTC)
+
+
+# Each: the zone, its hours, a moment before, and what follows: when they change (fold 1: the hour's second time).
+ZONES = [
+    # set back at 3:00 to 2:00: what lies in the hour comes twice, with what lies outside it in between
+    ("Europe/Berlin", "2:15-2:45", "2026-10-25 00:00", ["02:15", "02:45", "02:15*", "02:45*"]),
+    ("Europe/Berlin", "1:00-2:30", "2026-10-25 00:00", ["01:00", "02:30", "02:00*", "02:30*"]),
+    ("Europe/Berlin", "2:30-4:00", "2026-10-25 00:00", ["02:30", "02:00*", "02:30*", "04:00"]),
+    ("Europe/Berlin", "22:00-8:00", "2026-10-24 12:00", ["22:00", "2026-10-25 08:00"]),
+    ("America/New_York", "1:30-2:00", "2026-11-01 00:00", ["01:30", "01:00*", "01:30*", "02:00"]),
+    # set on at 2:00 to 3:00: what lies in the hour does not come
+    ("Europe/Berlin", "2:15-2:45", "2026-03-29 00:00", ["2026-03-30 02:15", "2026-03-30 02:45"]),
+    ("Europe/Berlin", "2:30-4:00", "2026-03-29 00:00", ["03:00", "04:00"]),
+    ("Europe/Berlin", "1:00-2:30", "2026-03-29 00:00", ["01:00", "03:00"]),
+    ("Europe/Berlin", "sun 2:15-2:45", "2026-03-23 00:00", ["2026-04-05 02:15", "2026-04-05 02:45"]),
+    # half-hour zones, and one that is set by half an hour, at 2:00 to 1:30 and to 2:30
+    ("Asia/Kolkata", "22:00-8:00", "2026-11-27 12:00", ["22:00", "2026-11-28 08:00"]),
+    ("Australia/Adelaide", "2:30-4:00", "2026-04-05 00:00", ["02:30", "02:00*", "02:30*", "04:00"]),
+    ("Australia/Lord_Howe", "1:40-2:30", "2026-04-05 00:00", ["01:40", "01:30*", "01:40*", "02:30"]),
+    ("Australia/Lord_Howe", "2:10-2:20, 2:40-3:00", "2026-10-04 00:00", ["02:40", "03:00"]),
+    ("Australia/Lord_Howe", "2:10-2:50", "2026-10-04 00:00", ["02:30", "02:50"]),
+    # a day that did not come: west of the date line on Thursday, east of it on Saturday
+    ("Pacific/Apia", "fri, sat 10:00-12:00", "2011-12-29 12:00", ["2011-12-31 10:00", "2011-12-31 12:00"]),
+]
+
+
+@pytest.mark.parametrize(("zone", "text", "start", "changes"), ZONES)
+def test_hours_where_clocks_are_set(zone: str, text: str, start: str, changes: list[str]) -> None:
+    hours = Hours.parse(text)
+    day = start.split()[0]
+    moment = local(zone, start)
+    is_on = hours.include(moment, ZoneInfo(zone))
+    for change in changes:
+        written = change if " " in change else f"{day} {change}"
+        expected = local(zone, written.rstrip("*"), fold=change.endswith("*"))
+        found = hours.next_change(moment, ZoneInfo(zone))
+        assert found == expected
+        is_on = not is_on
+        assert hours.include(found, ZoneInfo(zone)) is is_on
+        moment = found
+
+
+TIMES = st.tuples(st.integers(0, 23), st.integers(0, 59))
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(
+        ["UTC", "Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe", "Asia/Kathmandu", "Africa/Casablanca"]
+    ),
+    st.lists(st.tuples(st.sampled_from(DAYS), TIMES, TIMES), min_size=1, max_size=3),
+    st.datetimes(datetime(2026, 1, 1), datetime(2027, 12, 31)),
+)
+def test_the_next_change_is_the_first_minute_that_differs_in_any_zone(
+    zone_name: str, parts: list[tuple[str, tuple[int, int], tuple[int, int]]], start: datetime
+) -> None:
+    zone = ZoneInfo(zone_name)
+    hours = Hours.parse(", ".join(f"{d} {a}:{b:02}-{e}:{f:02}" for d, (a, b), (e, f) in parts))
+    begin = start.replace(second=0, microsecond=0, tzinfo=UTC)
+    change = hours.next_change(begin, zone)
+    end = change or begin + timedelta(days=15)
+    is_on = hours.include(begin, zone)
+    n_minutes = min(1_000, (end - begin) // timedelta(minutes=1))
+    assert all(hours.include(end - timedelta(minutes=n), zone) == is_on for n in range(1, n_minutes + 1))
+    assert change is None or hours.include(change, zone) != is_on
+
+
+@pytest.mark.parametrize(
+    ("begin", "fold", "says"),
+    [
+        ("2026-11-01 00:30", 0, "01:30"),
+        ("2026-11-01 01:45", 0, "01:45 EST"),  # the same on the wall an hour later
+        ("2026-11-01 01:45", 1, "02:45"),
+        ("2026-03-08 01:45", 0, "03:45 EDT"),  # 2:45 does not come
+    ],
+)
+def test_a_pause_of_an_hour_lasts_one_where_clocks_are_set(begin: str, fold: int, says: str) -> None:
+    zone = ZoneInfo("America/New_York")
+    now = local("America/New_York", begin, fold)
+    pause = Pause(now + timedelta(hours=1))
+    verdict = decide(Rules(), Sensors(now, zone), pause)
+    assert verdict.reason == f"paused by its owner until {says}"
+    for minute in range(60):
+        assert decide(Rules(), Sensors(now + timedelta(minutes=minute), zone), pause).rule == "pause"
+    assert decide(Rules(), Sensors(now + timedelta(hours=1), zone), pause).may_work
+
+
+def test_hours_are_those_of_the_place() -> None:
+    rules = Rules(Hours.parse("22:00-8:00"))
+    assert decide(rules, Sensors(NOON, ZoneInfo("Europe/Berlin"))).reason.endswith("next 22:00")
+    assert decide(rules, Sensors(NOON, ZoneInfo("Europe/Berlin"))).changes_at == at("wed", "21:00")
+    assert decide(rules, Sensors(NOON, ZoneInfo("Pacific/Auckland"))).reason == "may serve until 08:00", "1:00 there"
 
 
 def test_a_battery_is_not_for_others_unless_its_owner_says_so() -> None:

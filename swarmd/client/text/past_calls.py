@@ -1,0 +1,94 @@
+"""Calls of tools that a conversation holds, in the form that its model's chat template takes.
+
+Programs send arguments as JSON in a text. Most templates want the object: one that goes through its items fails on a
+text, and one that writes JSON writes it twice. Some want the text. Which, is found out by trying (``chat_template``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from swarmd.errors import ConfigError
+
+SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")  # all that Mistral's templates take
+PROBE_ID = "probe0000"  # a short one
+LONG_PROBE_ID = "call_0123456789abcdef"  # as OpenAI's are
+
+
+def probe_turns(arguments: Any, call_id: str) -> list[dict[str, Any]]:
+    """Make the shortest conversation with a call and its result."""
+    function = {"name": "probe", "arguments": arguments}
+    return [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call_id, "name": "probe", "content": "!"},
+    ]
+
+
+def wants_text(arguments: dict[str, Any], with_object: str, with_text: str) -> bool:
+    """Does a template want arguments as text, by what it writes for an object and for its JSON?"""
+    is_object_taken = all(str(value) in with_object for value in arguments.values())
+    is_written_as_python = repr(arguments) in with_object
+    return (not is_object_taken or is_written_as_python) and json.dumps(arguments) in with_text
+
+
+def rewrite_calls(
+    messages: list[dict[str, Any]],
+    as_text: bool,
+    has_short_ids: bool,
+) -> list[dict[str, Any]]:
+    """Return the messages with arguments and ids as a template takes them. Raises ConfigError."""
+    rewritten = []
+    for message in messages:
+        changed = dict(message)
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [_rewrite_call(call, as_text, has_short_ids) for call in message["tool_calls"]]
+        if has_short_ids and isinstance(message.get("tool_call_id"), str):
+            changed["tool_call_id"] = _short_id(message["tool_call_id"])
+        rewritten.append(changed)
+    return rewritten
+
+
+def _rewrite_call(call: dict[str, Any], as_text: bool, has_short_ids: bool) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if arguments in (None, ""):  # of a function that takes none
+        arguments = {}
+    if as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    else:
+        arguments = _read_object(arguments, str(function.get("name")))
+    changed = {**call, "function": {**function, "arguments": arguments}}
+    if has_short_ids and isinstance(call.get("id"), str):
+        changed["id"] = _short_id(call["id"])
+    return changed
+
+
+def _read_object(arguments: Any, name: str) -> dict[str, Any]:
+    """Read arguments as the object that they are, or that their text holds. Raises ConfigError."""
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"a past call of {name[:64]} has the arguments {str(arguments)[:80]!r}, and this model's chat template "
+            "takes a JSON object: correct them, or send the call as text"
+        )
+    return value
+
+
+def _short_id(call_id: str) -> str:
+    """Return an id that is short and the same for the same id."""
+    if SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]

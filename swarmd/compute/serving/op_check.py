@@ -1,0 +1,68 @@
+"""An op as a client sent it, checked against its session before anything of that changes."""
+
+from __future__ import annotations
+
+import torch
+
+from swarmd.compute.serving.incoming_state import KEPT_TIMES
+from swarmd.compute.serving.session_state import SessionState
+from swarmd.errors import Code, Refused
+from swarmd.protocol.wire import messages
+from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES
+from swarmd.protocol.wire.messages import Op, count_cropped
+from swarmd.wire.tensors import unpack_untrusted
+
+POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
+LEAST_KEPT_EDITS = 64  # of a session, however short: each takes what a token of each row does
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""What an op brings: hidden [b, t, d], positions [b, t], and a mask [b, t] where rows are padded."""
+
+
+# An op could name rows that are not there, crop more than there is, bring other shapes than the session's, numbers
+# that are not finite, or positions without end (rotary tables grow with them). It could also be small and cost
+# much: codes that unpack to more than a frame, edits by the thousand that the history has to keep. All of that is
+# refused here, before the caches are touched, so that a session stays usable after a refusal.
+def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Inputs | None:
+    """Read what an op brings, if it brings tokens. Raises Refused or RemoteProtocolError."""
+    n_cropped = count_cropped(op.edits)
+    n_tokens = state.n_tokens - n_cropped
+    for edit in op.edits:
+        if edit.rows is None:
+            continue
+        if len(edit.rows) != state.n_rows or max(edit.rows) >= state.n_rows:
+            raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {state.n_rows}")
+    if n_tokens < 0:
+        raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {state.n_tokens} tokens")
+    if n_cropped and (why := state.cache.refuses_crop(n_cropped)):
+        raise Refused(Code.UNSUPPORTED, f"{n_cropped} tokens cannot be taken back: {why}")
+    n_edits = state.history.recent_edits + messages.count_changes(op.edits, op.tensor is not None)
+    if n_edits > LEAST_KEPT_EDITS + KEPT_TIMES * state.max_tokens:
+        text = f"{state.history.recent_edits} edits of separate ops are kept for replay already"
+        raise Refused(Code.TOO_LONG, text)
+    if op.tensor is None:
+        return None
+    shape = (op.tensor.b, op.tensor.d, op.tensor.dtype)
+    dtype_name = str(state.engine.dtype).removeprefix("torch.")
+    expected = (state.n_rows, state.engine.hidden_size, dtype_name)
+    if shape != expected:
+        raise Refused(Code.BAD_SHAPE, f"expected (batch, hidden, dtype) {expected}, got {shape}")
+    token_bytes = op.tensor.d * state.engine.dtype.itemsize + POSITION_BYTES
+    n_bytes = op.tensor.b * op.tensor.t * token_bytes
+    if n_bytes > MAX_PAYLOAD_BYTES:  # however small it came: its answer may not be coded
+        raise Refused(Code.BAD_SHAPE, f"an op of {n_bytes} B when it is not coded; at most {MAX_PAYLOAD_BYTES}")
+    if n_tokens + op.tensor.t > state.max_tokens:
+        raise Refused(
+            Code.TOO_LONG,
+            f"{n_tokens} tokens and {op.tensor.t} more, this session reserved {state.max_tokens}",
+        )
+    if state.history.recent_tokens > KEPT_TIMES * state.max_tokens:
+        raise Refused(
+            Code.TOO_LONG, f"{state.history.recent_tokens} tokens of separate ops are kept for replay already"
+        )
+    hidden, positions, mask = unpack_untrusted(op.tensor, payload)
+    if not torch.isfinite(hidden).all():
+        raise Refused(Code.NOT_FINITE, f"op {op.seq} holds values that are not finite")
+    if positions.min() < 0 or positions.max() > state.max_tokens:
+        raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {state.max_tokens}")
+    return hidden, positions, mask

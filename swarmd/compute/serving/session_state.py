@@ -1,0 +1,78 @@
+"""What one session keeps at one hop between its ops: caches, padding, history, and how far they have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarmd.compute.cache.adapters import LoraUpdates
+from swarmd.compute.cache.session_cache import SessionCache
+from swarmd.compute.serving.engine import Engine
+from swarmd.protocol.wire.messages import Edit, count_cropped
+from swarmd.values import Span
+from swarmd.wire.history import History
+
+
+# ``n_tokens`` counts the tokens that the caches hold, those of an op in progress included as they are computed. The
+# history, from which a successor would be rebuilt, gets an op after its answer was sent (``HopSession.keep``), so that
+# nobody waits for the copy. Whoever drives a session begins nothing before that: no replay and no hand-over sees caches
+# that the history lacks.
+@dataclass(slots=True)
+class SessionState:
+    """The caches of some rows of tokens, [n_rows, n_tokens]; ``mask`` is there once something is padded."""
+
+    engine: Engine
+    session: bytes
+    hop: Span
+    n_rows: int
+    max_tokens: int
+    codec: str
+    history: History
+    cache: SessionCache
+    lora: LoraUpdates | None
+    n_tokens: int = 0
+    mask: torch.Tensor | None = None
+
+    @property
+    def can_share(self) -> bool:
+        """May other sessions be in the same pass? Not in the exact grade, and not with padding."""
+        return not self.history.is_exact and self.mask is None
+
+    @property
+    def is_last_hop(self) -> bool:
+        """Does it end the model?"""
+        return self.hop.end == self.engine.n_layers
+
+    def apply_edits(self, edits: tuple[Edit, ...]) -> None:
+        """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""
+        if not edits:
+            return
+        n_cropped = count_cropped(edits)
+        if any(edit.crop is not None for edit in edits):
+            self.cache.crop(n_cropped)
+            self.n_tokens -= n_cropped
+            if self.mask is not None:
+                self.mask = self.mask[:, : self.n_tokens]
+        order: Sequence[int] = range(self.n_rows)
+        for edit in edits:
+            order = [order[row] for row in edit.rows] if edit.rows is not None else order
+        if any(edit.rows is not None for edit in edits):
+            rows = torch.tensor(order, device=self.engine.device)
+            self.cache.reorder(rows)
+            self.engine.on_block()  # of a large cache it takes a while, and is progress
+            if self.mask is not None:
+                self.mask = self.mask[rows]
+
+    def extend_mask(self, n_new: int, mask: torch.Tensor | None) -> None:
+        """Have the mask cover new tokens; there is none until something is padded."""
+        if mask is None and self.mask is None:
+            return
+        device = self.engine.device
+        past = self.mask
+        if past is None:
+            past = torch.ones(self.n_rows, self.n_tokens, device=device)
+        new = torch.ones(self.n_rows, n_new) if mask is None else mask
+        new = new.long().to(device)
+        self.mask = torch.cat([past.long(), new], 1)
