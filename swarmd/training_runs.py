@@ -13,6 +13,7 @@ import codecs
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 import time
@@ -203,7 +204,7 @@ def initialise_model(folder: Path, recipe: Recipe, models: Path) -> Path:
     for name in sources:
         digest = hashlib.sha256((folder / name).read_bytes())
         listed += f"{name} {digest.hexdigest()}\n"
-    checkpoint = models / f"{recipe.name}-{recipe.seed}"
+    checkpoint = models / f"{name_folder(recipe.name)}-{recipe.seed}"
     if checkpoint.exists() and _read_listed(checkpoint / MADE_FROM) != listed:
         suffix = hashlib.sha256(listed.encode()).hexdigest()[:8]
         checkpoint = checkpoint.with_name(f"{checkpoint.name}-{suffix}")
@@ -215,6 +216,11 @@ def initialise_model(folder: Path, recipe: Recipe, models: Path) -> Path:
         shutil.copy(folder / name, checkpoint / name)
     (checkpoint / MADE_FROM).write_text(listed, encoding="utf-8")
     return checkpoint
+
+
+def name_folder(run: str) -> str:
+    """Name a folder after a run, whose name may be a path or hidden: it stays in the folder that it is made in."""
+    return re.sub(r"[^\w.-]", "_", run).lstrip(".") or "run"
 
 
 def _read_listed(path: Path) -> str:
@@ -294,7 +300,7 @@ def _provide_data(
         require_known_token(highest_token(folder, data_manifest), vocabulary)
         return recipe.data, n_rows
     texts = tokenise_texts(source, model, vocabulary)
-    folder = home.folder / "data" / f"{recipe.name}-{int(time.time())}"
+    folder = home.folder / "data" / f"{name_folder(recipe.name)}-{int(time.time())}"
     n_rows = pack_texts(texts, tokens, vocabulary, folder, recipe.seed)
     return _adopt_folder(home, folder), n_rows
 

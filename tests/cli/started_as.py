@@ -40,16 +40,13 @@ def speak(encoding: str) -> None:
         setattr(sys, name, open(number, mode, encoding=encoding, errors=errors, closefd=False))  # noqa: SIM115
 
 
+AS_USUAL = "as usual"
 WAYS: dict[str, Callable[[], None]] = {
-    "as usual": lambda: None,
+    AS_USUAL: lambda: None,
     "<&-": partial(close, "stdin"),
-    ">&-": partial(close, "stdout"),
-    "2>&-": partial(close, "stderr"),
     "<&- >&- 2>&-": partial(close, *NAMES),
     "> /dev/full": partial(fill, "stdout"),
     "2> /dev/full": partial(fill, "stderr"),
-    "> /dev/full 2>&1": partial(fill, "stdout", "stderr"),
-    "in ASCII": partial(speak, "ascii"),
     "in latin-1": partial(speak, "latin-1"),
 }
 

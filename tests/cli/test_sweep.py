@@ -165,7 +165,8 @@ def try_verb(verb: str, way: str, serving: dict[str, Path], folder: Path, **envi
 
 @pytest.mark.parametrize("verb", ALL)
 def test_a_verb_ends_well_however_it_is_started(verb: str, serving: dict[str, Path], tmp_path: Path) -> None:
-    tried = [try_verb(verb, way, serving, tmp_path / str(number)) for number, way in enumerate(started_as.WAYS)]
+    ways = [way for way in started_as.WAYS if way != started_as.AS_USUAL]
+    tried = [try_verb(verb, way, serving, tmp_path / str(number)) for number, way in enumerate(ways)]
     assert not any(tried), "\n".join(filter(None, tried))
 
 
@@ -178,7 +179,7 @@ def test_a_verb_asks_this_machine_without_a_proxy(verb: str, serving: dict[str, 
             name: url for word in ("HTTP", "HTTPS", "ALL") for name in (f"{word}_PROXY", f"{word}_proxy".lower())
         }
         tried = try_verb(
-            verb, "as usual", serving, tmp_path / "0", NO_PROXY="[::1]", SSL_CERT_FILE="/gone.pem", **variables
+            verb, started_as.AS_USUAL, serving, tmp_path / "0", NO_PROXY="[::1]", SSL_CERT_FILE="/gone.pem", **variables
         )
         assert not tried
         with pytest.raises(BlockingIOError):

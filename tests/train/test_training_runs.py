@@ -24,7 +24,7 @@ from swarmd.protocol.models import manifest
 from swarmd.protocol.runs.recipe import Recipe
 from swarmd.train.store.data import highest_token, pack_texts, require_known_token
 from swarmd.train.store.disk import RunFolder
-from swarmd.training_runs import _find_source, initialise_model, start_run, tokenise_texts
+from swarmd.training_runs import _find_source, initialise_model, name_folder, start_run, tokenise_texts
 from tests.real.training import ROOT, tiny_model
 
 RECIPE = Recipe("run", "0" * 64, "1" * 64)
@@ -220,3 +220,10 @@ def test_first_weights_of_a_run_go_with_the_files_that_they_were_made_from(tmp_p
     assert (second / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert manifest.model_id(manifest.read_folder(first)) == first_id
     assert initialise_model(source, RECIPE, models) == second
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("größe 1", "größe_1"), ("../../x", "_.._x"), ("a/b", "a_b"), ("..", "run")]
+)
+def test_a_run_named_as_a_path_makes_its_folders_where_they_belong(name: str, folder: str) -> None:
+    assert name_folder(name) == folder
