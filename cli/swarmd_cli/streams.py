@@ -38,8 +38,17 @@ def prepare_streams() -> None:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
-    errors = io.BufferedWriter(LossyFile(2, "w", closefd=False))
-    sys.stderr = io.TextIOWrapper(errors, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+    if _is_of_process(sys.stderr):
+        errors = io.BufferedWriter(LossyFile(2, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(errors, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+
+
+def _is_of_process(stream: TextIO) -> bool:
+    """Is it what the process was started with, and nothing that a program has put in its place?"""
+    try:
+        return stream.fileno() == 2
+    except (OSError, ValueError):  # io.UnsupportedOperation is both
+        return False
 
 
 def open_missing_streams() -> None:
