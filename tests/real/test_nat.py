@@ -257,3 +257,17 @@ def test_another_router_in_between_is_named(
     volunteer = start(swarm, inner.home("home"), checkpoint)
     swarm.wait(lambda: volunteer.ask("status")["reach"]["is_behind_another"], "why no port of the router helps")
     assert "another router is in between" in volunteer.ask("status")["reach"]["why"]
+
+
+@pytest.mark.parametrize(("mtu", "is_told"), [(1_300, False), (1_100, True)])
+def test_a_link_that_loses_large_packets_without_a_word_is_passed_or_named(
+    lab: Lab, swarm: LocalSwarm, checkpoint: Path, tmp_path: Path, mtu: int, is_told: bool
+) -> None:
+    """Connections ask for packets of 1,280 bytes, which every link has to take; some take less."""
+    member, newcomer = lab.public("member"), lab.public("newcomer")
+    start(swarm, member, checkpoint)
+    lab.narrow(newcomer, mtu)
+    command = [*newcomer.inside, sys.executable, "-m", "swarmd_cli.main", "--home", str(tmp_path / "home")]
+    joined = subprocess.run([*command, "join", swarm.invite()], capture_output=True, text=True, timeout=90)
+    assert ("small messages pass, large ones do not: MTU?" in joined.stderr) is is_told, joined.stderr
+    assert joined.returncode == (75 if is_told else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from swarmd.net.api import Purpose
 from swarmd.net.exchange import Exchange
 from swarmd.net.libp2p.host import HandshakeFailed, HostOptions, Libp2pNetwork
 from swarmd.net.rpc import Channel, Rpc
+from swarmd.node.members.link_probes import LinkProbes
+from swarmd.plan.owner.health import NARROW_LINK
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.wire.frames import Frame
@@ -95,7 +98,8 @@ async def check_in(
                 n_mismatches += 1
                 failures.append(str(error))
             except PeerError as error:
-                failures.append(str(error))
+                has_met = peer in exchange.roster.met
+                failures.append(f"{error}{await explain_silence(rpc, peer, addresses) if has_met else ''}")
         nursery.cancel_scope.cancel()
         wrong_clock = exchange.describe_wrong_clock()
     if not failures and bootstrap:
@@ -105,3 +109,10 @@ async def check_in(
     if n_mismatches == len(bootstrap) and failures:
         raise ConfigError(f"the swarm does not let this machine in: {'; '.join(failures)}")
     raise SwarmUnavailable(f"no member answers: {'; '.join(failures) or 'the invite names no address'}")
+
+
+async def explain_silence(rpc: Rpc, peer: PeerId, addresses: tuple[str, ...]) -> str:
+    """Say whether it is for its size that a member that said hello did not answer; empty where it is not."""
+    probes = LinkProbes(rpc, random.Random(), lambda _: addresses)
+    await probes.probe_sizes(peer, may_reconnect=True)
+    return f"; small messages pass, large ones do not: MTU? {NARROW_LINK}" if probes.n_losing_large() else ""

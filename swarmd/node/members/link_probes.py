@@ -115,6 +115,7 @@ class LinkProbes:
         is_small_answered = await self._is_answered(peer, 0)
         if not is_small_answered and may_reconnect:
             await self._rpc.network.disconnect(peer)
+            self._rpc.network.learn(peer, self._addresses_of(peer))
             is_small_answered = await self._is_answered(peer, 0)
         if is_small_answered and not await self._is_answered(peer, LARGE_BYTES):
             logger.warning("small messages to %s pass, large ones do not: swarmd doctor says what to do", peer[-8:])

@@ -12,6 +12,11 @@ from swarmd.values import count, format_moment
 
 Kind = Literal["listening", "members", "clock", "messages", "identity", "version", "disk", "index", "device", "worker"]
 ALONE_S = 60.0  # a machine that has just started finds others sooner, and records of those that left have ended
+NARROW_LINK = (
+    "a link on the way (a bridge, tunnel or VPN) takes packets of less than 1,280 bytes: "
+    "on one of both machines, ip link set INTERFACE mtu 1100"
+)
+"""What to do where small messages pass and large ones do not."""
 LEAST_DISK_BYTES = 1 << 30  # for state, logs and pieces of weights under way
 
 
@@ -117,12 +122,8 @@ def _check_clock(facts: Facts) -> HealthFinding:
 def _check_messages(facts: Facts) -> HealthFinding:
     if not facts.n_losing_large:
         return HealthFinding("messages", True, "large ones pass, as far as any were sent")
-    remedy = (
-        "a link on the way (a bridge, tunnel or VPN) takes packets of less than 1,280 bytes: "
-        "on one of both machines, ip link set INTERFACE mtu 1100"
-    )
     members = count(facts.n_losing_large, "member")
-    return HealthFinding("messages", False, f"small ones pass, large ones do not, with {members}: MTU?", remedy)
+    return HealthFinding("messages", False, f"small ones pass, large ones do not, with {members}: MTU?", NARROW_LINK)
 
 
 def _check_identity(facts: Facts) -> HealthFinding:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import trio
 from trio.testing import MockClock
 
 from swarmd.errors import PeerError, PeerTimeout, Unreachable
+from swarmd.node.members.checkin import explain_silence
 from swarmd.node.members.link_probes import LOST_FOR_S, LinkProbes
 from swarmd.protocol.wire.messages import Ping, Pong
 from swarmd.values import PeerId
@@ -33,6 +35,8 @@ class NarrowLink:
             await trio.sleep(timeout_s)
             raise self.ends_with(f"{peer} did not answer within {timeout_s:.1f} s")
         return Pong(), None
+
+    def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None: ...
 
     async def disconnect(self, peer: PeerId) -> None:
         self.is_stuck = False
@@ -88,3 +92,11 @@ async def test_a_slow_member_and_one_that_is_gone_lose_nothing(virtual_time: Moc
     probes = probes_over(gone)
     await probes.probe_sizes(PEER, may_reconnect=True)
     assert probes.n_losing_large() == 0
+
+
+async def test_who_joins_over_a_narrow_link_is_told_what_it_is(virtual_time: MockClock) -> None:
+    """A hello is small, and a catalog is not."""
+    link: Any = NarrowLink(is_stuck=True)
+    assert "small messages pass, large ones do not: MTU? a link on the way" in await explain_silence(link, PEER, ())
+    wide: Any = NarrowLink(most_bytes=1 << 20, is_stuck=True)
+    assert await explain_silence(wide, PEER, ()) == ""
