@@ -21,7 +21,8 @@ from swarmd.compute.llama_cpp.structures import Decision, TensorHead, TokenBatch
 from swarmd.errors import ConfigError
 
 FLASH_ATTENTION = 1  # always: chosen by the library, it would differ from machine to machine, and so would the numbers
-FULL, ABORTED = 1, 2  # what a decode returns when the caches are full, and when it was told to stop
+FULL = 1  # what a decode returns when the caches are full
+ABORTED = 2  # what a decode returns when it was told to stop
 
 
 class ComputeError(RuntimeError):

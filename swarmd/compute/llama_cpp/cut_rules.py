@@ -16,11 +16,15 @@ from swarmd.errors import ConfigError
 from swarmd.values import Span
 
 VOCABULARY = 32  # tokens that a cut says it has: nobody asks it for any
-UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9  # ggml's numbers for kinds of settings
+UINT32 = 4  # ggml's number for the kind of a setting
+FLOAT32 = 6  # ggml's number for the kind of a setting
+BOOL = 7  # ggml's number for the kind of a setting
+ARRAY = 9  # ggml's number for the kind of a setting
 F32 = 0  # ggml's number for the kind of a tensor
 NO_LAYER_ARRAYS = ("rope.dimension_sections",)  # lists that have one entry for each of something else than blocks
 MINICPM_SCALE = 12.0  # of embeddings, where a file says nothing
-EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+EMBEDDING = "token_embd.weight"
+OUTPUT = "output.weight"
 
 
 class GgufSetting(NamedTuple):
@@ -270,7 +274,8 @@ def _settings_of(whole: WholeFile, padded: Span) -> dict[str, GgufSetting]:
 
 def _widen_to_both_kinds(kinds: Sequence[bool], padded: Span) -> Span:
     """Take in blocks behind, or else before, until there are both kinds; a whole of one kind is cut as it is."""
-    start, end = padded.start, padded.end
+    start = padded.start
+    end = padded.end
     while len(set(kinds)) == 2 and len(set(kinds[start:end])) < 2:
         if end < len(kinds):
             end += 1
@@ -281,7 +286,9 @@ def _widen_to_both_kinds(kinds: Sequence[bool], padded: Span) -> Span:
 
 def _find_query_factor(rules: FamilyRules, whole: WholeFile, padded: Span) -> float:
     """By what the norm of queries is multiplied. Raises ConfigError where the library cannot be told otherwise."""
-    n_all, n_here, special = whole.number("block_count"), padded.end - padded.start, rules.special_size
+    n_all = whole.number("block_count")
+    n_here = len(padded)
+    special = rules.special_size
     if (n_all == special) == (n_here == special):
         return 1.0
     if rules.query_factor is None or n_here == special:

@@ -30,7 +30,11 @@ ERROR_LEVEL = 3  # of a line of the log: 1 debug, 2 info
 KEPT_LINES = 8  # of the library's errors: the last say what it did not like
 LIBRARIES = ("ggml-base", "ggml", "llama")  # in the order in which they need each other
 
-_pointer, _int, _uint, _size, _text, _bool = c.c_void_p, c.c_int32, c.c_uint32, c.c_size_t, c.c_char_p, c.c_bool
+_pointer = c.c_void_p
+_int = c.c_int32
+_size = c.c_size_t
+_text = c.c_char_p
+_bool = c.c_bool
 
 FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ggml-base": {

@@ -22,7 +22,8 @@ from swarmd.compute.llama_cpp.cut_rules import EMBEDDING, Cut, WholeFile, plan_c
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
-N_PROMPT, N_STEPS = 20, 3  # tokens: more than a small window, and steps behind it
+N_PROMPT = 20  # tokens: more than a small window
+N_STEPS = 3  # tokens behind it, one by one
 ROUNDING = 5e-4  # of a hidden state: the library rounds queries and keys to float16, and other numbers fall otherwise
 LIMIT_S = 600.0  # for a whole file from a slow disk
 PROVED = "proved"
@@ -82,7 +83,8 @@ def _compare(header: GgufHeader, whole: WholeFile, cut: Cut, target: Path) -> st
 def _run_whole(header: GgufHeader, whole: WholeFile, span: Span, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What enters the first block of a span and what leaves its last, [n, d] each, as the whole file computes them."""
     wanted = [block for block in (span.start - 1, span.end - 1) if block >= 0]
-    inputs, outputs = [], []
+    inputs = []
+    outputs = []
     with LlamaContext(header.path, ContextSize(256, 1), wanted) as context:
         for part in _parts():
             places = [TokenPlace(0, position) for position in range(part.start, part.stop)]

@@ -187,5 +187,6 @@ def load_llama_engine(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
 
 def _count_cache_bytes(engine: LlamaEngine) -> int:
     """What a token adds to the state of a sequence."""
-    few, more = engine.example_cache(engine.span, 1), engine.example_cache(engine.span, 33)
+    few = engine.example_cache(engine.span, 1)
+    more = engine.example_cache(engine.span, 33)
     return max(1, (more.n_bytes() - few.n_bytes()) // 32)
