@@ -52,6 +52,45 @@ class TokenPlace(NamedTuple):
     position: int
 
 
+class SequenceMemory:
+    """What a context keeps of each sequence: its keys and values, or its states."""
+
+    def __init__(self, library: LlamaLibrary, handle: Any) -> None:
+        self._library = library
+        self._handle = handle
+        self._memory = library.llama_get_memory(handle)
+
+    def crop(self, sequence: int, n_tokens: int) -> bool:
+        """Have a sequence forget all behind its first tokens; False where the family's states cannot go back."""
+        return bool(self._library.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1))
+
+    def copy(self, source: int, target: int) -> None:
+        """Give one sequence what another one has; what it had before is forgotten."""
+        self.crop(target, 0)
+        self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def count_tokens(self, sequence: int) -> int:
+        """How many tokens a sequence has."""
+        return int(self._library.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+
+    def count_state_bytes(self, sequence: int) -> int:
+        """How many bytes ``take_state`` gives."""
+        return int(self._library.llama_state_seq_get_size(self._handle, sequence))
+
+    def take_state(self, sequence: int) -> bytes:
+        """Return all that is kept of a sequence, for another worker with the same kind of caches."""
+        n_bytes = self.count_state_bytes(sequence)
+        buffer = c.create_string_buffer(n_bytes)
+        n_written = self._library.llama_state_seq_get_data(self._handle, buffer, n_bytes, sequence)
+        return buffer.raw[:n_written]
+
+    def put_state(self, sequence: int, state: bytes) -> None:
+        """Have a sequence go on from what ``take_state`` gave. Raises ComputeError; the sequence is empty then."""
+        if not self._library.llama_state_seq_set_data(self._handle, state, len(state), sequence):
+            self.crop(sequence, 0)
+            raise ComputeError(f"the library does not take this state: {self._library.explain()}")
+
+
 class LlamaContext:
     """One file, loaded. ``wanted``: the blocks, by their numbers in the file, whose hidden states passes give.
 
@@ -71,7 +110,7 @@ class LlamaContext:
         self.n_sequences = size.n_states if self.is_recurrent else size.n_sequences
         self._decide = Decision(self._take_output)  # for as long as the library may call it
         self._context = self._make_context(path)
-        self._memory = self._library.llama_get_memory(self._context)
+        self.memory = SequenceMemory(self._library, self._context)
         self._of_rows = self._library.llama_batch_init(size.n_new * size.n_positions, self.width, 1)
         self._of_ids = self._library.llama_batch_init(size.n_new, 0, 1)
 
@@ -108,38 +147,6 @@ class LlamaContext:
         for index, token in enumerate(ids):
             self._of_ids.token[index] = token
         return self._decode(self._of_ids)
-
-    # --- sequences -------------------------------------------------------------------------------------------
-
-    def crop(self, sequence: int, n_tokens: int) -> bool:
-        """Have a sequence forget all behind its first tokens; False where the family's states cannot go back."""
-        return bool(self._library.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1))
-
-    def copy(self, source: int, target: int) -> None:
-        """Give one sequence what another one has; what it had before is forgotten."""
-        self.crop(target, 0)
-        self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
-
-    def count_tokens(self, sequence: int) -> int:
-        """How many tokens a sequence has."""
-        return int(self._library.llama_memory_seq_pos_max(self._memory, sequence)) + 1
-
-    def count_state_bytes(self, sequence: int) -> int:
-        """How many bytes ``take_state`` gives."""
-        return int(self._library.llama_state_seq_get_size(self._context, sequence))
-
-    def take_state(self, sequence: int) -> bytes:
-        """Return all that is kept of a sequence, for another worker with the same kind of caches."""
-        n_bytes = self.count_state_bytes(sequence)
-        buffer = c.create_string_buffer(n_bytes)
-        n_written = self._library.llama_state_seq_get_data(self._context, buffer, n_bytes, sequence)
-        return buffer.raw[:n_written]
-
-    def put_state(self, sequence: int, state: bytes) -> None:
-        """Have a sequence go on from what ``take_state`` gave. Raises ComputeError; the sequence is empty then."""
-        if not self._library.llama_state_seq_set_data(self._context, state, len(state), sequence):
-            self.crop(sequence, 0)
-            raise ComputeError(f"the library does not take this state: {self._library.explain()}")
 
     # --- what the library is told ----------------------------------------------------------------------------
 

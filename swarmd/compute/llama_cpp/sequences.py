@@ -25,9 +25,10 @@ STATE = "llama_cpp.state"
 class SequencePool:
     """Which of a context's sequences are taken."""
 
-    def __init__(self, context: LlamaContext, n_sequences: int) -> None:
-        self.context = context
-        self._free = list(range(n_sequences))
+    def __init__(self, context: LlamaContext) -> None:
+        self.memory = context.memory
+        self.is_recurrent = context.is_recurrent
+        self._free = list(range(context.n_sequences))
 
     def take(self, n: int) -> list[int]:
         """Take ``n`` empty sequences. Raises ComputeError when there are not so many."""
@@ -39,7 +40,7 @@ class SequencePool:
     def give_back(self, sequences: Sequence[int]) -> None:
         """Forget what sequences had."""
         for sequence in sequences:
-            self.context.crop(sequence, 0)
+            self.memory.crop(sequence, 0)
         self._free.extend(sequences)
 
 
@@ -73,7 +74,7 @@ class SequenceCache:
         """Nothing is forgotten here, or all of it is one state."""
 
     def refuses_crop(self, n_tokens: int) -> str:
-        if n_tokens and self._pool.context.is_recurrent:
+        if n_tokens and self._pool.is_recurrent:
             return "this family remembers in a state that cannot go back"
         return ""
 
@@ -82,7 +83,7 @@ class SequenceCache:
             return
         self.is_real = self.is_real[:, : self.is_real.shape[1] - n_tokens]
         for sequence, n_left in zip(self._sequences, self.count_real(), strict=True):
-            if not self._pool.context.crop(sequence, int(n_left)):
+            if not self._pool.memory.crop(sequence, int(n_left)):
                 raise ComputeError("the library cannot take tokens of this session back")
 
     def reorder(self, rows: torch.Tensor) -> None:
@@ -91,7 +92,7 @@ class SequenceCache:
             return
         copies = self._pool.take(len(order))
         for copy, row in zip(copies, order, strict=True):
-            self._pool.context.copy(self._sequences[row], copy)
+            self._pool.memory.copy(self._sequences[row], copy)
         self._pool.give_back(self._sequences)
         self._sequences[:] = copies
         self.is_real = self.is_real[order]
@@ -101,7 +102,7 @@ class SequenceCache:
 
     def export_state(self) -> Tensors:
         states = {
-            f"{STATE}.{row}": torch.frombuffer(bytearray(self._pool.context.take_state(sequence)), dtype=torch.uint8)
+            f"{STATE}.{row}": torch.frombuffer(bytearray(self._pool.memory.take_state(sequence)), dtype=torch.uint8)
             for row, sequence in enumerate(self._sequences)
         }
         return {REAL: torch.from_numpy(self.is_real.astype(np.uint8)), **states}
@@ -117,14 +118,14 @@ class SequenceCache:
             if raw.dtype != torch.uint8 or raw.ndim != 1:
                 raise RemoteProtocolError("the state of a row is no bytes")
             try:
-                self._pool.context.put_state(sequence, raw.numpy().tobytes())
+                self._pool.memory.put_state(sequence, raw.numpy().tobytes())
             except ComputeError as error:
                 raise Refused(Code.MALFORMED, str(error)) from None
-            if self._pool.context.count_tokens(sequence) != n_real:
+            if self._pool.memory.count_tokens(sequence) != n_real:
                 raise Refused(Code.MALFORMED, f"the state of row {row} is not of {n_real} tokens")
 
     def n_bytes(self) -> int:
-        return sum(self._pool.context.count_state_bytes(sequence) for sequence in self._sequences)
+        return sum(self._pool.memory.count_state_bytes(sequence) for sequence in self._sequences)
 
     def recorded_bytes(self) -> int:
         return 0

@@ -70,7 +70,7 @@ class LlamaEngine:
         self.dtype = dtype
         self.on_block: Callable[[], None] = lambda: None
         self._blocks = blocks
-        self._pool = SequencePool(blocks.context, blocks.context.n_sequences)
+        self._pool = SequencePool(blocks.context)
 
     def can_interleave(self, n_tokens: int, hop: Span, cache: Any) -> bool:
         return False

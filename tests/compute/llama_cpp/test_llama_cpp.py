@@ -94,15 +94,15 @@ def test_sequences_of_one_batch_do_not_see_each_other(open_blocks: OpenBlocks) -
 def test_a_sequence_is_cropped_copied_and_handed_over(open_blocks: OpenBlocks) -> None:
     with open_blocks(3) as blocks:
         blocks.run([NewTokens(0, rows(9), 0)])
-        blocks.context.copy(0, 1)
-        assert blocks.context.crop(0, 4)
+        blocks.context.memory.copy(0, 1)
+        assert blocks.context.memory.crop(0, 4)
         (cropped,) = blocks.run([NewTokens(0, rows(9)[4:5], 4)])
         (copied,) = blocks.run([NewTokens(1, rows(1, 1), 9)])
-        state = blocks.context.take_state(1)
+        state = blocks.context.memory.take_state(1)
     with open_blocks(1) as heir:
-        heir.context.put_state(0, state)
+        heir.context.memory.put_state(0, state)
         (inherited,) = heir.run([NewTokens(0, rows(1, 2), 10)])
-        heir.context.crop(0, 0)
+        heir.context.memory.crop(0, 0)
         (whole,) = heir.run([NewTokens(0, np.concatenate([rows(9), rows(1, 1), rows(1, 2)]), 0)])
     assert np.allclose(cropped[0], whole[4], atol=1e-3)
     assert np.allclose(copied[0], whole[9], atol=1e-3)
@@ -112,7 +112,7 @@ def test_a_sequence_is_cropped_copied_and_handed_over(open_blocks: OpenBlocks) -
 def test_states_of_a_hybrid_cannot_go_back(open_blocks: OpenBlocks) -> None:
     with open_blocks(1, "lfm2") as blocks:
         blocks.run([NewTokens(0, rows(9), 0)])
-        assert not blocks.context.crop(0, 4)
+        assert not blocks.context.memory.crop(0, 4)
 
 
 def test_what_cannot_be_computed_changes_no_sequence(open_blocks: OpenBlocks) -> None:
@@ -127,7 +127,7 @@ def test_what_cannot_be_computed_changes_no_sequence(open_blocks: OpenBlocks) ->
         with pytest.raises(ComputeError, match="the library returned"):
             blocks.run([NewTokens(0, rows(1), 7)])  # tokens between are missing
         with pytest.raises(ComputeError, match="does not take this state"):
-            blocks.context.put_state(0, b"\0" * 64)
+            blocks.context.memory.put_state(0, b"\0" * 64)
         (again,) = blocks.run([NewTokens(0, rows(3), 0)])
     assert np.array_equal(before, again)
 
