@@ -53,7 +53,7 @@ class SequenceCache:
         self.is_real = np.zeros((0, 0), bool)  # [b, t]
         self._pool = pool
         self._sequences: list[int] = []
-        self._end = weakref.finalize(self, pool.give_back, self._sequences)
+        weakref.finalize(self, pool.give_back, self._sequences).atexit = False  # the process frees all of it
 
     def begin(self, n_rows: int) -> Sequence[int]:
         """Return each row's sequence, taken now for the first tokens. Raises ComputeError."""
