@@ -44,9 +44,13 @@ def read_zone() -> tzinfo:
 
 
 def steady_clock(wall_clock: Callable[[], float]) -> Callable[[], float]:
-    """Unix seconds as they would go on from now if nobody set the clock: for what lasts so long, in this process."""
-    began_at = wall_clock() - trio.current_time()
-    return lambda: began_at + trio.current_time()
+    """Unix seconds as they would go on from now if nobody set the clock: for what lasts so long, in this process.
+
+    The machine's may be asked in any thread. A simulated clock goes by trio's.
+    """
+    elapsed = elapsed_s if wall_clock is time.time else trio.current_time
+    began_at = wall_clock() - elapsed()
+    return lambda: began_at + elapsed()
 
 
 def elapsed_s() -> float:

@@ -73,7 +73,7 @@ class PlayedSession(ChainSession):
         return self.played
 
     @property
-    def chain(self) -> tuple[str, ...]:
+    def hop_names(self) -> tuple[str, ...]:
         return ("server",)
 
     @property

@@ -216,7 +216,7 @@ def test_a_setting_that_changes_numbers_and_is_not_read_is_refused(architecture:
     def check(**more: Any) -> None:
         of_architecture = {f"{architecture}.{key}": value for key, value in {**needed, **more}.items()}
         settings = {"general.architecture": architecture, **of_architecture}
-        gguf_settings.check_settings(GgufHeader(Path("model.gguf"), settings, {}))
+        gguf_settings.check_settings(GgufHeader(Path("model.gguf"), settings, {}, {}))
 
     check()
     for key, value in CHANGE_NUMBERS.items():
