@@ -60,8 +60,7 @@ class ChatTemplate:
         )
         return [int(token) for token in ids]
 
-    # transformers marks control tokens in values, so that they stay text, and leaves the names of values as they are:
-    # a tool with a parameter called <|im_end|> would end its turn.
+    # Only the template begins and ends turns: whatever users send is text, the names in their objects, too.
     def _mark_keys(self, value: Any) -> Any:
         """Have names inside objects be text, too, whatever control tokens they hold."""
         if isinstance(value, dict):

@@ -148,7 +148,7 @@ def test_what_a_template_refuses_itself_is_told_in_its_words() -> None:
 
 
 def test_names_in_arguments_and_tools_are_text_whatever_they_hold() -> None:
-    """transformers marks values only: a name that is a control token would end the turn."""
+    """Only the template begins and ends turns."""
     tokenizer, chat_template = make("{{ tools | tojson }}" + FAMILIES["as Qwen 2.5 and Hermes"][0])
     end = tokenizer.convert_tokens_to_ids(END)
 
