@@ -11,6 +11,8 @@ from gguf import GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.gguf_writer import add_setting, write_all
+
 TOKENS = [*bytes_to_unicode().values(), "th", "the", "12", "<|end|>"]
 MERGES = ["t h", "th e", "1 2"]
 N_TOKENS = len(TOKENS)
@@ -154,24 +156,8 @@ def write(
     every = {f"{architecture}.{key}": value for key, value in settings.items()}
     every |= {f"tokenizer.{key}": value for key, value in of_words.items()}
     for key, value in {**every, **(general or {})}.items():
-        _add(writer, key, value)
+        add_setting(writer, key, value)
     for name, numbers in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(numbers.astype(np.float32)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return path
-
-
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif value is not None:
-        writer.add_array(key, value)

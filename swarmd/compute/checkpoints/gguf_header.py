@@ -188,8 +188,6 @@ def _read_fields(
 
 def _read_tensor(reader: _Reader, trouble: str) -> GgufTensor:
     """Read one tensor's line; its start is counted from the end of the header still. Raises ConfigError."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # late: an extra, which GGUF alone needs
-
     name = reader.string()
     n_dimensions = reader.number("I")
     if n_dimensions > MOST_DIMENSIONS:
@@ -198,8 +196,16 @@ def _read_tensor(reader: _Reader, trouble: str) -> GgufTensor:
     shape = tuple(reversed(extents))
     kind = int(reader.number("I"))
     offset = int(reader.number("Q"))
-    if kind not in set(GGMLQuantizationType):
+    sizes = block_sizes(kind)
+    if sizes is None:
         raise ConfigError(f"{trouble}: {name} is of a kind ({kind}) that is not known here: it is newer, or damaged")
-    n_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    n_block, block_bytes = sizes
     n_bytes = math.prod(shape) // n_block * block_bytes
     return GgufTensor(name, shape, kind, offset, n_bytes)
+
+
+def block_sizes(kind: int) -> tuple[int, int] | None:
+    """How many numbers of a row lie together in a tensor of a kind, and in how many bytes; None: ggml has no such."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # late: an extra, which GGUF alone needs
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType(kind)] if kind in set(GGMLQuantizationType) else None

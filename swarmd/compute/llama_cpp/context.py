@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swarmd.compute.llama_cpp.cut_rules import F32
+from swarmd.compute.checkpoints.gguf_header import F32
 from swarmd.compute.llama_cpp.library import LlamaLibrary, load_library
 from swarmd.compute.llama_cpp.structures import Decision, TensorHead, TokenBatch
 from swarmd.errors import ConfigError

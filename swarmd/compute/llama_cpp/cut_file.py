@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from swarmd.compute.checkpoints.gguf_header import ARRAY, GgufHeader
+from swarmd.compute.checkpoints.gguf_header import ARRAY, GgufHeader, block_sizes
 from swarmd.compute.llama_cpp.cut_rules import Cut, CutTensor, GgufSetting, TensorSource, WholeFile
 from swarmd.errors import ConfigError
 
@@ -78,11 +78,10 @@ def _read_part(tensor: CutTensor, read: ReadTensor, offset: int, n_bytes: int) -
 
 def count_bytes(kind: int, shape: tuple[int, ...]) -> int:
     """How many bytes a tensor takes at its bits. Raises ConfigError for a kind or a shape that ggml does not have."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # late: an extra, which GGUF alone needs
-
-    if kind not in set(GGMLQuantizationType):
+    sizes = block_sizes(kind)
+    if sizes is None:
         raise ConfigError(f"a tensor is of kind {kind}, which ggml does not have")
-    n_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    n_block, block_bytes = sizes
     if shape[-1] % n_block:
         raise ConfigError(
             f"a tensor of kind {kind} has rows of {shape[-1]} numbers, which are no whole blocks of {n_block}"

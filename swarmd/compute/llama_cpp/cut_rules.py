@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from swarmd.compute.checkpoints.gguf_header import ARRAY, F32
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
@@ -19,8 +20,6 @@ VOCABULARY = 32  # tokens that a cut says it has: nobody asks it for any
 UINT32 = 4  # ggml's number for the kind of a setting
 FLOAT32 = 6  # ggml's number for the kind of a setting
 BOOL = 7  # ggml's number for the kind of a setting
-ARRAY = 9  # ggml's number for the kind of a setting
-F32 = 0  # ggml's number for the kind of a tensor
 NO_LAYER_ARRAYS = ("rope.dimension_sections",)  # lists that have one entry for each of something else than blocks
 MINICPM_SCALE = 12.0  # of embeddings, where a file says nothing
 EMBEDDING = "token_embd.weight"

@@ -39,7 +39,6 @@ _bool = c.c_bool
 FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ggml-base": {
         "ggml_get_name": (_text, _pointer),
-        "ggml_nbytes": (_size, _pointer),
         "ggml_backend_tensor_get": (None, _pointer, _pointer, _size, _size),
     },
     "ggml": {
@@ -54,17 +53,14 @@ FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "llama_model_load_from_file": (_pointer, _text, ModelParams),
         "llama_model_free": (None, _pointer),
         "llama_model_n_embd": (_int, _pointer),
-        "llama_model_n_layer": (_int, _pointer),
         "llama_model_is_recurrent": (_bool, _pointer),
         "llama_model_is_hybrid": (_bool, _pointer),
         "llama_init_from_model": (_pointer, _pointer, ContextParams),
         "llama_free": (None, _pointer),
-        "llama_set_n_threads": (None, _pointer, _int, _int),
         "llama_batch_init": (TokenBatch, _int, _int, _int),
         "llama_batch_free": (None, TokenBatch),
         "llama_decode": (_int, _pointer, TokenBatch),
         "llama_get_memory": (_pointer, _pointer),
-        "llama_memory_clear": (None, _pointer, _bool),
         "llama_memory_seq_rm": (_bool, _pointer, _int, _int, _int),
         "llama_memory_seq_cp": (None, _pointer, _int, _int, _int, _int),
         "llama_memory_seq_pos_max": (_int, _pointer, _int),

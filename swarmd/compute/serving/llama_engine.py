@@ -25,10 +25,9 @@ from swarmd.compute.llama_cpp.cut_rules import Cut, plan_cut
 from swarmd.compute.llama_cpp.library import PACKAGE, VERSION
 from swarmd.compute.llama_cpp.packed import MODEL_TYPE, PackedFolder
 from swarmd.compute.llama_cpp.sequences import SequenceCache, SequencePool
+from swarmd.compute.serving.absent_abilities import NoAdapters, NoFineTuning
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
-from swarmd.compute.serving.no_fine_tuning import NoFineTuning
 from swarmd.compute.serving.rates import first_rates
-from swarmd.errors import ConfigError
 from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured
 from swarmd.values import Span
 from swarmd.wire.tensors import DTYPES
@@ -41,23 +40,10 @@ CACHE_TOKENS = 8_192  # where the daemon does not say
 QUICK_S = 0.05  # for a first speed to announce
 
 
-class NoAdapters:
-    """LoRA is for torch."""
-
-    def __contains__(self, adapter: str) -> bool:
-        return False
-
-    def get(self, adapter: str) -> None:
-        return None
-
-    def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
-        raise ConfigError("models that are served as GGUF take no adapters: use a server of the model in safetensors")
-
-
 class LlamaEngine:
     """See ``Engine``. A hop is all of the span: the library computes a file from its first block on."""
 
-    adapters = NoAdapters()
+    adapters = NoAdapters("models that are served as GGUF take no adapters: use a server of the model in safetensors")
     can_batch = True
     shares_prefixes = False
     interleaved_tokens = 0

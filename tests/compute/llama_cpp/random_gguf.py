@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFValueType, GGUFWriter
+from gguf import GGUFWriter
 
 from swarmd.compute.llama_cpp.library import MODULE, _find_folder, _path_of, load_library
 from swarmd.compute.llama_cpp.structures import ModelParams, TensorHead
+from tests.gguf_writer import add_setting, write_all
 
 WIDTH, N_BLOCKS, VOCABULARY = 64, 6, 128
 BASE: dict[str, Any] = {
@@ -133,32 +134,15 @@ def make_random_gguf(family: str, path: Path, changes: Mapping[str, Any] | None 
     writer = _begin(family, settings, path)
     for name, shape in shapes.items():
         writer.add_tensor(name, _draw(rng, name, shape))
-    _finish(writer)
+    write_all(writer)
 
 
 def _begin(family: str, settings: Mapping[str, Any], path: Path) -> GGUFWriter:
     writer = GGUFWriter(path, family)
     for name, value in settings.items():
-        key = f"{family}.{name}"
-        if isinstance(value, list):
-            writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=GGUFValueType.INT32)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_string(key, value)
+        add_setting(writer, f"{family}.{name}", value)
     writer.add_tokenizer_model("no_vocab")
     return writer
-
-
-def _finish(writer: GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def _list_tensors(family: str, settings: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
@@ -172,7 +156,7 @@ def _list_tensors(family: str, settings: Mapping[str, Any], path: Path) -> dict[
     llama.llama_model_init_from_user.argtypes = [c.c_void_p, SetTensor, c.c_void_p, ModelParams]
     writer = _begin(family, settings, path)
     writer.add_tensor("unused.weight", np.zeros(32, np.float32))
-    _finish(writer)
+    write_all(writer)
     shapes: dict[str, tuple[int, ...]] = {}
 
     @SetTensor

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
+from swarmd.compute.checkpoints.gguf_header import ARRAY, F32
 from swarmd.compute.llama_cpp.cut_rules import (
-    ARRAY,
-    F32,
     FAMILIES,
     FLOAT32,
     UINT32,

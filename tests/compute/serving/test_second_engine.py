@@ -6,16 +6,15 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.serving.absent_abilities import NoAdapters, NoFineTuning
 from swarmd.compute.serving.engine import Engine, LoadedEngine, LoadSignals
 from swarmd.compute.serving.engines import EngineKind, load_engine
-from swarmd.compute.serving.no_fine_tuning import NoFineTuning
 from swarmd.compute.serving.worker import Worker
 from swarmd.errors import ConfigError
 from swarmd.protocol.wire import messages, worker
@@ -75,17 +74,6 @@ class CountingCache:
         return 0
 
 
-class NoAdapters:
-    def __contains__(self, adapter: str) -> bool:
-        return False
-
-    def get(self, adapter: str) -> None:
-        return None
-
-    def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
-        raise ConfigError("this engine reads no adapters")
-
-
 class CountingEngine:
     """Each block adds 1 to hidden states, and a session's first token has its number of past tokens added once."""
 
@@ -93,7 +81,7 @@ class CountingEngine:
     hidden_size = D
     dtype = torch.float32
     device = torch.device("cpu")
-    adapters = NoAdapters()
+    adapters = NoAdapters("this engine reads no adapters")
     can_batch = True
     shares_prefixes = False
     interleaved_tokens = 0

@@ -1,16 +1,33 @@
-"""What an engine that computes no gradients says to those who want some."""
+"""What engines that compute no gradients, or read no adapters, say to those who want some."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
-from swarmd.errors import Code, Refused
+from swarmd.errors import Code, ConfigError, Refused
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.tuning import Backward, CloseLane, Forward, OpenLane, PutTuned
 from swarmd.protocol.wire.worker import WorkerMessage
 from swarmd.values import Span
+
+
+class NoAdapters:
+    """Refuses LoRA adapters, with the engine's own words."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __contains__(self, adapter: str) -> bool:
+        return False
+
+    def get(self, adapter: str) -> None:
+        return None
+
+    def load(self, adapter: str, shards: Sequence[Path], raw_config: bytes) -> None:
+        raise ConfigError(self._reason)
 
 
 class NoFineTuning:
