@@ -37,7 +37,8 @@ def format_of(quantize: str, kv_cache: str) -> str:
     return quantize if kv_cache == "none" else f"{quantize}+kv_{kv_cache}"
 
 
-FORMATS = tuple(format_of(quantize, kv_cache) for kv_cache in KV_CACHE for quantize in QUANTIZE)
+WEIGHTS = (*QUANTIZE, "gguf")  # of records: a GGUF model is served at the bits of its file
+FORMATS = tuple(format_of(weights, kv_cache) for kv_cache in KV_CACHE for weights in WEIGHTS)
 TRAINING = ("asked", "off")
 LOG_FORMATS = ("auto", "text", "json")
 HEADS = ("own", "int8", "swarm")  # of clients: what computes logits

@@ -15,8 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
-from swarmd.compute.checkpoints.gguf_header import read_header
 from swarmd.compute.llama_cpp.cut_rules import FAMILIES, Cut
+from swarmd.compute.llama_cpp.gguf_header import read_header
 from swarmd.compute.llama_cpp.proof import PROVED, prove_here
 from swarmd.values import Span
 from tests.compute.llama_cpp.random_gguf import make_random_gguf
@@ -38,8 +38,9 @@ def prove_family(family: str) -> tuple[list[str], list[Cut]]:
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole.gguf"
         make_random_gguf(family, whole)
-        n_blocks = int(read_header(whole).arch_settings()["block_count"])
-        proofs = [prove_here(whole, span, Path(folder) / "cut.gguf") for span in spans_of(n_blocks)]
+        header = read_header(whole)
+        n_blocks = int(header.arch_settings()["block_count"])
+        proofs = prove_here(header, spans_of(n_blocks), n_blocks)
     return [verdict for verdict, _ in proofs], [cut for _, cut in proofs]
 
 

@@ -69,7 +69,7 @@ SEEN: dict[str, dict[str, str]] = {
         "protocol.models.manifest.MAX_FILE_BYTES": "a larger file beside the tensors is refused",
         "protocol.models.shards.MAX_HEADER_BYTES": "a safetensors file with a larger header is refused",
         "protocol.models.configuration.MAX_DEPTH": "a configuration nested deeper is refused",
-        "compute.checkpoints.gguf_header.MOST_ENTRIES": "a GGUF file with more settings or tensors is refused",
+        "compute.llama_cpp.gguf_header.MOST_ENTRIES": "a GGUF file with more settings or tensors is refused",
         "protocol.membership.catalog.MAX_CATALOG_BYTES": "a catalog that would be larger is not signed",
     },
     "By operators": {

@@ -1,4 +1,4 @@
-"""``swarmd models add FILE.gguf``: the file becomes a folder of safetensors under the home, once."""
+"""``swarmd models add FILE.gguf``: the file becomes a folder under the home, once, at its own bits or unpacked."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from swarmd.compute.llama_cpp.gguf_header import GgufHeader
 from swarmd_cli.context import home
 from swarmd_cli.terminal import drawing_by_library
 
 FOLDER = "converted"  # under the home; a folder for each file and dtype
-READER = 2  # what an older one made of a file may be another model
+OWN = "own"  # bits: those that the file has
+READER = 3  # what an older one made of a file may be another model
 
 
 def is_gguf(path: Path) -> bool:
@@ -23,40 +29,76 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF" or path.suffix.lower() == ".gguf"
 
 
-def convert_gguf(path: Path, dtype: str) -> Path:
-    """Return the folder with what is in a GGUF file, made now if it is not there yet. Raises ConfigError."""
+def use_gguf(path: Path, dtype: str) -> Path:
+    """Return the folder with what is in a GGUF file, made now if it is not there yet. Raises ConfigError.
+
+    ``dtype`` OWN: at its own bits where its family allows that, else as plain numbers of the best 16.
+    """
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # transformers' bar would be pages of a log
-    print(f"{path.name}: looking at {path.stat().st_size / 2**20:.0f} MiB ...", file=sys.stderr)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = home().folder / FOLDER / f"{path.stem[:64]}-{dtype}-{digest[:16]}-{READER}"
-    if folder.is_dir():
-        print(f"{path.name}: converted before, in {folder}", file=sys.stderr)
-        return folder
-    from swarmd.compute.checkpoints import gguf
-
-    # The folder gets its name only once it is complete: an interrupted conversion is none, and begins anew.
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True, mode=0o700)
-
     guarded = sys.stderr
 
     def report(line: str) -> None:
         print(f"{path.name}: {line}", file=guarded)
 
+    from swarmd.compute.checkpoints import packing
+    from swarmd.compute.llama_cpp.gguf_header import list_parts, read_all_parts
+
+    header = read_all_parts(path)
+    files = list_parts(header)
+    report(f"looking at {sum(file.stat().st_size for file in files) / 2**20:.0f} MiB ...")
+    if dtype == OWN and not packing.can_pack(header):
+        report(f"llama.cpp's library cannot be given blocks of {header.architecture}: unpacking it instead")
+        dtype = "auto"
+    folder = home().folder / FOLDER / f"{path.stem[:64]}-{dtype}-{_digest(files)}-{READER}"
+    if folder.is_dir():
+        report(f"converted before, in {folder}")
+        return folder
+    with _growing(folder) as unfinished, drawing_by_library():
+        report(_pack(header, unfinished, report) if dtype == OWN else _unpack(path, unfinished, dtype, report))
+    return folder
+
+
+@contextmanager
+def _growing(folder: Path) -> Iterator[Path]:
+    """A folder that gets its name only once it is complete: what is interrupted is none, and begins anew."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True, mode=0o700)
     try:
-        with drawing_by_library():
-            conversion = gguf.convert(path, unfinished, dtype, report)
+        yield unfinished
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    cost = "nothing is lost"
-    if conversion.loss:
-        cost = f"rounding to it takes {100 * conversion.loss:.2g} % of a tensor at most"
-    report(f"{conversion.n_parameters / 1e6:.0f} million parameters as {conversion.dtype}, {cost}")
-    return folder
+
+
+def _pack(header: GgufHeader, folder: Path, report: Callable[[str], None]) -> str:
+    """Make it a folder at its own bits; returns what to say of it."""
+    from swarmd.compute.checkpoints import packing
+
+    packed = packing.pack(header, folder, report)
+    return (
+        f"{packed.n_layers} layers as {packed.n_blocks} blocks, {packed.n_bytes / 2**20:.0f} MiB at its own bits; "
+        "to fine-tune it, or put adapters beside it, say --dtype auto, which unpacks it"
+    )
+
+
+def _unpack(path: Path, folder: Path, dtype: str, report: Callable[[str], None]) -> str:
+    """Make it a folder of plain numbers; returns what to say of it."""
+    from swarmd.compute.checkpoints import gguf
+
+    conversion = gguf.convert(path, folder, dtype, report)
+    cost = f"rounding to it takes {100 * conversion.loss:.2g} % of a tensor at most" if conversion.loss else ""
+    return f"{conversion.n_parameters / 1e6:.0f} million parameters as {conversion.dtype}, {cost or 'nothing is lost'}"
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """The beginning of the sha256 of all parts of a file."""
+    whole = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()[:16]
 
 
 def delete_converted(folder: Path) -> bool:

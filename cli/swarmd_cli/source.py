@@ -15,11 +15,15 @@ from swarmd.errors import ConfigError
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, is_adapter
 from swarmd.protocol.models.manifest import INDEX_FILE, SINGLE_FILE, shard_names
 from swarmd.values import some_of
-from swarmd_cli.convert import convert_gguf, is_gguf
+from swarmd_cli.convert import is_gguf, use_gguf
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_GGUF = re.compile(rf"(?:hf:)?({HUB_ID.pattern}):([\w.-]+)")
+"""A repository of the hub, and which of its GGUF files: by the bits that their names say."""
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 """What is fetched first; weights are those that these name."""
+PART_NUMBER = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)", re.IGNORECASE)
+MOST_LISTED = 32  # files of a repository that a refusal names: one has some twenty quantisations
 MOST_NAMES = 10_000  # that are looked at in a folder: a home folder has more, and a checkpoint never
 PICKLED = re.compile(r"(^|/)(pytorch_model|adapter_model|model|consolidated)[^/]*\.bin$|\.(pt|pth|ckpt)$")
 """Names of weights as torch saves them; other programs' files end in .bin, too."""
@@ -29,18 +33,21 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 def find_folder(source: str, dtype: str) -> Path:
     """Find a folder as it is; a GGUF file becomes one under the home, an id of the hub one in the hub's own cache.
 
+    ``ORG/NAME:BITS`` is a GGUF file of the hub.
+
     Raises ConfigError, with what is there, for what is neither a checkpoint nor an adapter.
     """
     # What lies on this disk comes first: "org/model" may be a folder here and an id of the hub. Only a name that is
     # neither file nor folder, and has an id's form, is looked up.
     folder = Path(source)
     if is_gguf(folder):
-        return convert_gguf(folder, dtype)
+        return use_gguf(folder, dtype)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file, and no GGUF: say the folder that holds config.json and *.safetensors")
     if folder.exists():
         return _find_checkpoint(folder)
-    if not HUB_ID.fullmatch(source):
+    of_gguf = HUB_GGUF.fullmatch(source)
+    if of_gguf is None and not HUB_ID.fullmatch(source):
         raise ConfigError(f"there is no file or folder {folder}")
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -48,9 +55,11 @@ def find_folder(source: str, dtype: str) -> Path:
 
     open_client().close()  # what is wrong with proxies and certificates is said before the library stumbles over it
     try:
+        if of_gguf is not None:
+            return use_gguf(_download_gguf(of_gguf[1], of_gguf[2]), dtype)
         folder = _download(source)
         if not _is_checkpoint(folder):
-            refuse_known_formats(f"{source} on the hub", _files_on_hub(source), f"hf download {source} ")
+            _refuse_other_formats(source)
         return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -68,6 +77,43 @@ def _download(source: str) -> Path:
     folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]))
     names = [WEIGHTS_FILE] if is_adapter(folder) else shard_names(folder)
     return Path(snapshot_download(source, revision=folder.name, allow_patterns=[escape(name) for name in names]))
+
+
+def _download_gguf(repository: str, bits: str) -> Path:
+    """Fetch the parts of one quantisation of a repository; returns the first. Raises ConfigError, and the hub's own."""
+    from huggingface_hub import snapshot_download
+
+    names = choose_gguf(repository, _files_on_hub(repository), bits)
+    folder = Path(snapshot_download(repository, allow_patterns=[escape(name) for name in names]))
+    return folder / names[0]
+
+
+def choose_gguf(repository: str, names: Iterable[str], bits: str) -> list[str]:
+    """Which files of a repository are the model in these bits, the first part first. Raises ConfigError."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.lower().endswith(".gguf") and not Path(name).name.lower().startswith(("mmproj", "imatrix")):
+            models.setdefault(PART_NUMBER.sub("", name), []).append(name)
+    wanted = re.compile(rf"(?<![A-Za-z0-9]){re.escape(bits)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    chosen = [parts for name, parts in models.items() if wanted.search(name)]
+    if len(chosen) == 1:
+        return chosen[0]
+    listed = ", ".join([parts[0] for parts in chosen or models.values()][:MOST_LISTED])
+    if not models:
+        raise ConfigError(f"{repository} on the hub holds no GGUF files")
+    found = f"{len(chosen)} models in {bits}" if chosen else f"no model in {bits}"
+    raise ConfigError(f"{repository} on the hub holds {found}: say more of the file's name; there are {listed}")
+
+
+def _refuse_other_formats(source: str) -> None:
+    """Raise ConfigError where a repository holds a format that is not read, with what to do instead."""
+    names = _files_on_hub(source)
+    if any(name.lower().endswith(".gguf") for name in names):
+        raise ConfigError(
+            f"{source} on the hub holds GGUF files ({some_of([n for n in names if n.lower().endswith('.gguf')])}): say "
+            f"which, by its bits: swarmd models add {source}:Q4_K_M --name NAME"
+        )
+    refuse_known_formats(f"{source} on the hub", names, f"hf download {source} ")
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_repository_of_the_hub_with_other_formats_is_called_what_it_is(
     empty = files(tmp_path / "snapshot", "config.json")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **command: str(empty))
     monkeypatch.setattr(source, "_files_on_hub", lambda name: ["README.md", "tiny.gguf"])
-    with pytest.raises(ConfigError, match=r"org/tiny on the hub holds GGUF files .*hf download org/tiny FILE, then"):
+    with pytest.raises(ConfigError, match=r"org/tiny on the hub holds GGUF files .*swarmd models add org/tiny:Q4_K_M"):
         source.find_folder("org/tiny", "auto")
 
 

@@ -11,7 +11,8 @@ from tempfile import mkdtemp
 
 import transformers
 
-from swarmd.compute.checkpoints import gguf
+from swarmd.compute.checkpoints import gguf, packing
+from swarmd.compute.llama_cpp.gguf_header import read_all_parts
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 KEPT = Path(__file__).parents[2] / ".venv"
@@ -39,4 +40,10 @@ def smollm2() -> Path:
             made.rename(folder)
         except OSError:  # another process was faster
             shutil.rmtree(made)
+    return folder
+
+
+def pack_smollm2(folder: Path) -> Path:
+    """Write the model at its own bits to an empty folder, as ``swarmd models add`` does; returns the folder."""
+    packing.pack(read_all_parts(gguf_file()), folder, lambda line: None)
     return folder

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.slow
 N_TOKENS = 40
 
 
-def generate_while(model: Any, mode: str, at_token: int, act: Callable[[], None]) -> Any:
+def generate_while(
+    model: Any, mode: str, at_token: int, act: Callable[[], None], inputs: dict[str, torch.Tensor] | None = None
+) -> Any:
     """Generate; when ``at_token`` steps are out, act from another thread and let the generation go on meanwhile."""
     n_steps = 0
     threads: list[threading.Thread] = []
@@ -46,7 +48,7 @@ def generate_while(model: Any, mode: str, at_token: int, act: Callable[[], None]
 
     model.new_cache = watched
     try:
-        return generate(model, mode, inputs_for(mode, 1024, 3), N_TOKENS, 3)
+        return generate(model, mode, inputs or inputs_for(mode, 1024, 3), N_TOKENS, 3)
     finally:
         model.new_cache = new_cache
         for thread in threads:

@@ -63,6 +63,9 @@ class ToyCache:
 
     def record_past(self) -> None: ...
 
+    def refuses_places(self, *places: object) -> str:
+        return ""
+
     def n_bytes(self) -> int:
         return 0
 
@@ -84,7 +87,7 @@ class ToySpan:
         self.span = span
         self.lie = lie
 
-    def new_cache(self, hop: Span, max_tokens: int = 0) -> ToyCache:
+    def new_cache(self, hop: Span, max_tokens: int = 0, is_exact: bool = False) -> ToyCache:
         return ToyCache(hop)
 
     example_cache = new_cache

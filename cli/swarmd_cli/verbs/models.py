@@ -26,7 +26,7 @@ from swarmd_cli.context import (
     read_answer,
     reload_daemon,
 )
-from swarmd_cli.convert import delete_converted
+from swarmd_cli.convert import OWN, delete_converted
 from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
 from swarmd_cli.terminal import make_console, print_table, text_column
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
@@ -88,14 +88,17 @@ def _model_row(row: ModelRow) -> list[str]:
 
 @app.command("add")
 def add(
-    source: Annotated[str, typer.Argument(help="A checkpoint folder, a GGUF file, or the id of a model on the hub.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="A checkpoint folder, a GGUF file, or ORG/NAME of the hub (GGUF: ORG/NAME:BITS)."),
+    ],
     name: Annotated[str, typer.Option("--name", help="What to call the model.")],
     base: Annotated[str, typer.Option("--base", help="For a LoRA adapter: the model that it adapts.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Let the name mean another model than before.")] = False,
     dtype: Annotated[
         str,
-        typer.Option("--dtype", help="Of a GGUF file's weights: float32, bfloat16, float16; auto is the best of 16."),
-    ] = "auto",
+        typer.Option("--dtype", help="Unpack a GGUF file to float32, bfloat16, float16; auto is the best of 16 bits."),
+    ] = OWN,
 ) -> None:
     """Hash and check a checkpoint or an adapter; the founder, or a delegate, also publishes the name.
 
@@ -110,7 +113,7 @@ def add_source(
     name: str,
     base: str = "",
     replace: bool = False,
-    dtype: str = "auto",
+    dtype: str = OWN,
 ) -> str:
     """Do what ``add`` does; returns what came of it, in a line. Raises SwarmError."""
     import msgspec
@@ -127,8 +130,8 @@ def add_source(
     member = membership()
     member.swarm()
     require_name("a model", name)
-    if dtype not in ("auto", *DTYPES):
-        raise ConfigError(f"--dtype is one of auto, {', '.join(DTYPES)}, not {dtype!r}")
+    if dtype not in (OWN, "auto", *DTYPES):
+        raise ConfigError(f"--dtype is one of {OWN}, auto, {', '.join(DTYPES)}, not {dtype!r}")
     if base:
         member.catalog().hash_of(base)
     if replace or name not in member.catalog().names:  # else it may be what the name means, which the hash says

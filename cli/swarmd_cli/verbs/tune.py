@@ -103,12 +103,14 @@ def _tune(
     with importing():
         import swarmd.client.blocking
         from swarmd.client.tuning.fine_tuning import Tuner, with_peft
+        from swarmd.compute.model.packed_config import refuse_tuning
         from swarmd.compute.runs.expert_balance import is_balanced, leave_out
     from swarmd.client.tuning.dataset import read_dataset
     from swarmd_cli.curve import save_png, terminal_curve
 
     with swarmd.connect(home=home().folder) as swarm:
         remote = swarm.model(recipe.model, codec=recipe.codec)
+        refuse_tuning(remote.config)
         if is_balanced(remote):
             leave_out(remote)
             print(f"!! {NOT_BALANCED}", file=sys.stderr)

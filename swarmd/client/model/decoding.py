@@ -19,7 +19,7 @@ from transformers import GenerationConfig, GenerationMixin
 from swarmd.client.model.draft import Draft, DraftModel
 from swarmd.client.model.speculation import Costs, DraftSource, Lookup, Speculation
 from swarmd.client.model.swarm_head import SwarmHead, is_enough
-from swarmd.client.model.traced_pass import TracedPass
+from swarmd.client.model.traced_pass import StepPass
 
 PLAIN = frozenset(
     ("inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer")
@@ -95,7 +95,7 @@ class LogitsSource:
     model: Any
     cache: Any
     cache_name: str
-    traced: TracedPass | None
+    traced: StepPass | None
     head: SwarmHead | None
 
     def compute_logits(self, sent: torch.Tensor, n: int, is_prompt: bool) -> torch.Tensor:
@@ -123,7 +123,7 @@ class LogitsSource:
 # Each token is chosen from its own logits, with one draw, after exactly the tokens before it. So the text is the one
 # that a loop without draft tokens gives. The invariant: the cache holds all tokens but the last one.
 def make_loop(
-    speculation: Speculation, cache_name: str, streamer: Any, traced: TracedPass | None, head: SwarmHead | None
+    speculation: Speculation, cache_name: str, streamer: Any, traced: StepPass | None, head: SwarmHead | None
 ) -> Loop:
     """What ``generate`` takes as ``custom_generate``: decode until a stopping criterion holds."""
 

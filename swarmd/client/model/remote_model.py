@@ -31,6 +31,7 @@ from swarmd.client.model.traced_pass import trace_model
 from swarmd.client.tuning.remote_layers import AutogradLanes, TokenPositions, through_lanes
 from swarmd.compute.linear.kernels import quicken_layer
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.client_part import load_client_part
 from swarmd.compute.model.ends import all_look_back, put_int8_head
 from swarmd.compute.model.mapped_vocabulary import map_vocabulary
 from swarmd.compute.runs.expert_balance import FLAG, is_balanced
@@ -85,7 +86,7 @@ def remote_model(
     ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a
     head in 8 bits that cannot be.
     """
-    model: Any = skeleton.load(folder, None, dtype)
+    model: Any = load_client_part(folder, dtype)
     layers: list[Any] = list(skeleton.decoder_layers(model).children())
     model.generation_config.update(**skeleton.read_generation(folder))
     client_parameters.expose(model, layers)

@@ -27,7 +27,7 @@ from transformers import (
 
 from swarmd.client.links.link import ServedLogits
 from swarmd.client.model.remote_cache import RemoteCache
-from swarmd.client.model.traced_pass import TracedPass
+from swarmd.client.model.traced_pass import StepPass
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.wire.top import largest
 
@@ -125,7 +125,7 @@ def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
 class SwarmHead:
     """One model's steps, with logits of the last hop where it gives them."""
 
-    def __init__(self, model: Any, traced: TracedPass, checks: HeadChecks) -> None:
+    def __init__(self, model: Any, traced: StepPass, checks: HeadChecks) -> None:
         assert traced.enter is not None
         self._traced = traced
         self._enter = traced.enter

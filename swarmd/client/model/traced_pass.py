@@ -12,13 +12,17 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swarmd.compute.model.skeleton import Stub
 from swarmd.compute.passes import traced
 from swarmd.compute.runs.expert_balance import FLAG
+from swarmd.protocol.models.configuration import PACKED
+
+if TYPE_CHECKING:
+    from swarmd.compute.model.packed_model import PackedCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +111,30 @@ class TracedPass:
         return [*map(id, modules), hooks, vars(self._model).get("forward"), *weights]
 
 
+class StraightPass:
+    """What a ``TracedPass`` is, of a model whose forward is that line and nothing else: nothing is traced."""
+
+    is_current = True
+
+    def __init__(self, model: PackedCausalLM) -> None:
+        self._embed = model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
+
+    def enter(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Ids and positions [1, n] to hidden states [1, n, d]."""
+        hidden: torch.Tensor = self._embed(ids)
+        return hidden
+
+    def compute(self, ids: torch.Tensor, positions: torch.Tensor, remote: Call) -> torch.Tensor:
+        """As ``TracedPass.compute``."""
+        logits: torch.Tensor = self._head(remote(self._embed(ids)))
+        return logits
+
+
+StepPass = TracedPass | StraightPass
+"""The client's part of a step, without the family's forward."""
+
+
 # The family's forward runs once under torch's tracer with two holes in it. At the first hole the hidden states go to
 # the swarm, at the second the head is computed. What is between is written down as a straight line of operations:
 #
@@ -120,11 +148,13 @@ def trace_model(
     layers: Sequence[Any],
     cache_name: str,
     enters: bool = False,
-) -> TracedPass | None:
+) -> StepPass | None:
     """Trace the client's part of a model's step; None where no line can be had. ``layers`` are all its stubs.
 
     With ``enters`` the part up to the swarm is traced by itself, too.
     """
+    if model.config.model_type == PACKED:
+        return StraightPass(model)
     family = type(model).forward.__get__(model)
     head = model.get_output_embeddings()
     parameters = inspect.signature(type(model).forward).parameters

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from swarmd.client.tuning.dataset import IGNORED, Dataset, DatasetRow
 from swarmd.client.tuning.tuning_recipe import PREFIX, TuningRecipe, checkpoints
+from swarmd.compute.model.packed_config import refuse_tuning
 from swarmd.compute.runs.lora import with_lora
 from swarmd.errors import ConfigError
 
@@ -166,6 +167,7 @@ def _with_virtual_tokens(model: Any, recipe: TuningRecipe) -> Any:
 
 def with_peft(model: Any, recipe: TuningRecipe) -> Any:
     """Wrap a remote model in PEFT's own, with parameters drawn from the recipe's seed. Raises ConfigError."""
+    refuse_tuning(model.config)
     torch.manual_seed(recipe.seed)
     model = model.requires_grad_(False)
     if recipe.method == "lora":

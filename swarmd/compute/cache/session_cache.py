@@ -25,6 +25,12 @@ class SessionCache(Protocol):
     def refuses_crop(self, n_tokens: int) -> str:
         """Return why the last ``n_tokens`` cannot be taken back; empty if they can."""
 
+    def refuses_places(self, places: torch.Tensor, is_real: torch.Tensor | None, n_left: int, order: Any) -> str:
+        """Return why new tokens cannot be at these places [b, t]; empty if they can. ``is_real`` [b, t]: else padding.
+
+        Before them rows are cropped to ``n_left`` tokens, and row i becomes what row ``order[i]`` was.
+        """
+
     def crop(self, n_tokens: int) -> None:
         """Take back the last ``n_tokens``, which ``refuses_crop`` must allow; 0: keep as little past as is needed."""
 

@@ -155,6 +155,9 @@ class SpanCache:
         for layer, other_layer in zip(self.owned, other.owned, strict=True):
             layer.take_over(other_layer, start, end, may_share)
 
+    def refuses_places(self, places: torch.Tensor, is_real: torch.Tensor | None, n_left: int, order: Any) -> str:
+        return ""  # families compute tokens wherever they are said to be
+
     def refuses_crop(self, n_tokens: int) -> str:
         """Return why the last ``n_tokens`` cannot be taken back; empty if they can.
 

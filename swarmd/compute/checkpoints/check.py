@@ -18,11 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from swarmd.compute.cache.adapters import SpanAdapters
 from swarmd.compute.checkpoints.rehearsal import rehearse
+from swarmd.compute.llama_cpp.packed import check_packed
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.plain_config import building, read_config
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import shards
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, lora_of, name_of_module
+from swarmd.protocol.models.configuration import PACKED
 from swarmd.protocol.models.manifest import Entry, Manifest
 from swarmd.values import Span, some_of
 
@@ -45,6 +47,9 @@ def check_folder(folder: Path, manifest: Manifest) -> None:
     """Refuse an unsupported family, and a checkpoint that is not just all of the model. Raises ConfigError."""
     config = read_config(folder)
     skeleton.read_generation(folder)
+    if config.model_type == PACKED:
+        check_packed(folder)
+        return
     rehearse(folder, config)
     hollow = _build_without_numbers(folder, config)
     skeleton.decoder_layers(hollow)

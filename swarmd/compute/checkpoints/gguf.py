@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils.quantization_config import GgufConfig
 
-from swarmd.compute.checkpoints.gguf_header import GgufHeader, read_header
 from swarmd.compute.checkpoints.gguf_settings import ONE_READER, changes, check_settings, used_here
 from swarmd.compute.checkpoints.gguf_tokenizer import check_words, mend
+from swarmd.compute.llama_cpp.gguf_header import GgufHeader, read_header
 from swarmd.compute.model.plain_config import building
 from swarmd.errors import ConfigError
 from swarmd.resources import measure_memory

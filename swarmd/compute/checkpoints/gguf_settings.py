@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from swarmd.compute.checkpoints.gguf_header import GgufHeader
+from swarmd.compute.llama_cpp.gguf_header import GgufHeader
 from swarmd.errors import ConfigError
 
 BY_READER = (

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from swarmd.compute.checkpoints.gguf_header import GgufHeader
+from swarmd.compute.llama_cpp.gguf_header import GgufHeader
+from swarmd.compute.model.plain_config import building
 from swarmd.errors import ConfigError
 
 AS_GPT2 = ("gpt-2", "phi-2", "olmo")
@@ -34,7 +38,7 @@ def check_words(header: GgufHeader, say: Callable[[str], None]) -> None:
         raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens): nobody could ask the model anything")
     for name in IDS:
         number = settings.get(f"tokenizer.ggml.{name}_token_id")
-        if number is not None and not 0 <= number < len(words):
+        if number is not None and not (isinstance(number, int) and 0 <= number < len(words)):
             raise ConfigError(f"{path}: tokenizer.ggml.{name}_token_id is {number}, and there are {len(words)} tokens")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is not None and len(words) > embedding.shape[0]:
@@ -49,6 +53,16 @@ def check_words(header: GgufHeader, say: Callable[[str], None]) -> None:
     if extra_templates:
         listed = ", ".join(extra_templates)
         say(f"it has {len(extra_templates) + 1} chat templates: the plain one is taken, {listed} is left out")
+
+
+def write_tokenizer(header: GgufHeader, folder: Path) -> None:
+    """Write a file's tokenizer, with its chat template, to ``folder``, whatever the family. Raises ConfigError."""
+    with building(f"the tokenizer of {header.path} cannot be used"):
+        architecture, vocabulary, settings = get_gguf_tokenizer(str(header.path))
+        backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+        mend(tokenizer, header)
+    tokenizer.save_pretrained(folder)
 
 
 def mend(tokenizer: Any, header: GgufHeader) -> None:

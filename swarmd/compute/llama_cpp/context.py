@@ -10,23 +10,28 @@ import ctypes as c
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from swarmd.compute.checkpoints.gguf_header import F32
+from swarmd.compute.llama_cpp.gguf_header import F32
 from swarmd.compute.llama_cpp.library import LlamaLibrary, load_library
 from swarmd.compute.llama_cpp.structures import Decision, TensorHead, TokenBatch
 from swarmd.errors import ConfigError
 
 FLASH_ATTENTION = 1  # always: chosen by the library, it would differ from machine to machine, and so would the numbers
+F16 = 1  # ggml's number for the kind
+Q8_0 = 8  # ggml's number for the kind: blocks of 32 numbers in 8 bits
+READ = 0  # how a file is loaded: read, so that nobody needs it any longer
 FULL = 1  # what a decode returns when the caches are full
-ABORTED = 2  # what a decode returns when it was told to stop
 
 
 class ComputeError(RuntimeError):
     """The library did not compute a batch; nothing of it is kept."""
+
+
+class NoRoom(ComputeError):
+    """There is no room for so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,9 @@ class ContextSize:
 
     ``n_states``: sequences of a family that remembers in states, each of which takes its memory at once.
     ``n_positions``: of each token, where hidden states are put in (``cut_rules.Cut``).
+    ``cache_kind``: ggml's number for that of keys and values. ``is_shared``: sequences share the room for tokens, and
+    have each a part of their own else. Where they share it, what is computed of one depends in its last bits on where
+    the others' tokens lie.
     """
 
     n_tokens: int
@@ -43,6 +51,8 @@ class ContextSize:
     n_new: int = 512
     n_threads: int = 1
     n_positions: int = 1
+    cache_kind: int = F16
+    is_shared: bool = True
 
 
 class TokenPlace(NamedTuple):
@@ -69,6 +79,11 @@ class SequenceMemory:
         self.crop(target, 0)
         self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
+    def give_up(self, sequence: int, n_kept: int, target: int) -> None:
+        """Have ``target`` keep all behind a sequence's first tokens in its stead: the room stays taken."""
+        self._library.llama_memory_seq_cp(self._memory, sequence, target, n_kept, -1)
+        self.crop(sequence, n_kept)
+
     def count_tokens(self, sequence: int) -> int:
         """How many tokens a sequence has."""
         return int(self._library.llama_memory_seq_pos_max(self._memory, sequence)) + 1
@@ -91,43 +106,62 @@ class SequenceMemory:
             raise ComputeError(f"the library does not take this state: {self._library.explain()}")
 
 
-class LlamaContext:
-    """One file, loaded. ``wanted``: the blocks, by their numbers in the file, whose hidden states passes give.
+class LlamaModel:
+    """A file's weights. Raises ConfigError for a file that the library does not take.
 
-    Raises ConfigError for a file that the library does not take.
+    ``as_it_lies``: they are mapped, so a file larger than the memory can be computed; else they are read, after which
+    nobody needs the file, and laid out as is best for this processor.
     """
 
-    def __init__(self, path: Path, size: ContextSize, wanted: Sequence[int]) -> None:
-        self._library = load_library()
+    def __init__(self, path: Path, as_it_lies: bool = False) -> None:
+        self.library = load_library()
+        self.library.errors.clear()
+        params = self.library.llama_model_default_params()
+        params.n_gpu_layers = 0  # the wheel would take a card that it finds, where nothing here was tried
+        if as_it_lies:
+            params.use_extra_bufts = False
+        else:
+            params.load_mode = READ
+        self.handle = self.library.llama_model_load_from_file(str(path).encode(), params)
+        if not self.handle:
+            raise ConfigError(f"llama.cpp's library does not take these tensors: {self.library.explain()}")
+        self.width: int = self.library.llama_model_n_embd(self.handle)
+        self.n_words: int = self.library.llama_vocab_n_tokens(self.library.llama_model_get_vocab(self.handle))
+        self.is_recurrent = any(
+            ask(self.handle) for ask in (self.library.llama_model_is_recurrent, self.library.llama_model_is_hybrid)
+        )
+
+    def close(self) -> None:
+        """Free the weights, which no context uses any longer."""
+        self.library.llama_model_free(self.handle)
+
+
+class LlamaContext:
+    """Computes a model, and keeps sequences. ``wanted``: blocks, by their numbers in the file, whose outputs are given.
+
+    Raises ConfigError for a model that the library cannot compute.
+    """
+
+    def __init__(self, model: LlamaModel, size: ContextSize, wanted: Sequence[int] = ()) -> None:
+        self._library = model.library
+        self._model = model
         self._size = size
         self._wanted = {f"l_out-{block}".encode(): block for block in wanted}
         self._outputs: dict[int, list[np.ndarray]] = {}
-        self._model = _load_model(self._library, path)
-        self.width: int = self._library.llama_model_n_embd(self._model)
-        self.is_recurrent = any(
-            ask(self._model) for ask in (self._library.llama_model_is_recurrent, self._library.llama_model_is_hybrid)
-        )
-        self.n_sequences = size.n_states if self.is_recurrent else size.n_sequences
+        self.width = model.width
+        self.is_recurrent = model.is_recurrent
+        self.n_sequences = size.n_states if model.is_recurrent else size.n_sequences
         self._decide = Decision(self._take_output)  # for as long as the library may call it
-        self._context = self._make_context(path)
+        self._context = self._make_context()
         self.memory = SequenceMemory(self._library, self._context)
         self._of_rows = self._library.llama_batch_init(size.n_new * size.n_positions, self.width, 1)
         self._of_ids = self._library.llama_batch_init(size.n_new, 0, 1)
 
-    def __enter__(self) -> LlamaContext:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Free what the library holds."""
+        """Free what the library holds beside the weights."""
         for batch in (self._of_rows, self._of_ids):
             self._library.llama_batch_free(batch)
         self._library.llama_free(self._context)
-        self._library.llama_model_free(self._model)
 
     def run_rows(self, rows: np.ndarray, places: Sequence[TokenPlace]) -> dict[int, np.ndarray]:
         """Put hidden states [n, d] in; returns [n, d] for each wanted block. Raises ComputeError.
@@ -148,22 +182,29 @@ class LlamaContext:
             self._of_ids.token[index] = token
         return self._decode(self._of_ids)
 
+    def read_logits(self, n: int) -> np.ndarray:
+        """Copy the logits [n, vocabulary] of the last pass, which had so many tokens."""
+        address = self._library.llama_get_logits(self._context)
+        numbers = c.cast(address, c.POINTER(c.c_float))
+        return np.ctypeslib.as_array(numbers, (n, self._model.n_words)).copy()
+
     # --- what the library is told ----------------------------------------------------------------------------
 
-    def _make_context(self, path: Path) -> Any:
+    def _make_context(self) -> Any:
         params = self._library.llama_context_default_params()
         params.n_ctx = self._size.n_tokens
         params.n_batch = params.n_ubatch = self._size.n_new
         params.n_seq_max = self.n_sequences
         params.n_threads = params.n_threads_batch = self._size.n_threads
-        params.kv_unified = True  # else only a worker with as many sequences would take a state
+        params.type_k = params.type_v = self._size.cache_kind
+        params.kv_unified = self._size.is_shared  # else only a context with as many sequences takes a state
         params.flash_attn_type = FLASH_ATTENTION
-        params.embeddings = True
-        params.cb_eval = self._decide
-        context = self._library.llama_init_from_model(self._model, params)
+        params.offload_kqv = params.op_offload = False
+        if self._wanted:
+            params.cb_eval = self._decide
+        context = self._library.llama_init_from_model(self._model.handle, params)
         if not context:
-            self._library.llama_model_free(self._model)
-            raise ConfigError(f"llama.cpp's library cannot compute {path.name}: {self._library.explain()}")
+            raise ConfigError(f"llama.cpp's library cannot compute these tensors: {self._library.explain()}")
         return context
 
     def _set_places(self, batch: TokenBatch, places: Sequence[TokenPlace], n_positions: int) -> None:
@@ -183,9 +224,10 @@ class LlamaContext:
         self._outputs = {}
         self._library.errors.clear()
         status = self._library.llama_decode(self._context, batch)
+        if status == FULL:
+            raise NoRoom(f"there is no room for {batch.n_tokens} more tokens")
         if status:
-            reasons = {FULL: "there is no room for so many tokens", ABORTED: "it was told to stop"}
-            raise ComputeError(f"the library returned {status}: {reasons.get(status) or self._library.explain()}")
+            raise ComputeError(f"the library returned {status}: {self._library.explain()}")
         return {block: np.concatenate(parts) for block, parts in self._outputs.items()}
 
     def _take_output(self, tensor: int, asks: bool, _: Any) -> bool:
@@ -203,12 +245,3 @@ class LlamaContext:
         rows = np.empty((head.ne[1], head.ne[0]), np.float32)
         self._library.ggml_backend_tensor_get(tensor, rows.ctypes.data, 0, rows.nbytes)
         return rows
-
-
-def _load_model(library: LlamaLibrary, path: Path) -> Any:
-    library.errors.clear()
-    params = library.llama_model_default_params()
-    model = library.llama_model_load_from_file(str(path).encode(), params)
-    if not model:
-        raise ConfigError(f"llama.cpp's library does not take {path.name}: {library.explain()}")
-    return model

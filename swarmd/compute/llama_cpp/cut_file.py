@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from swarmd.compute.checkpoints.gguf_header import ARRAY, GgufHeader, block_sizes
 from swarmd.compute.llama_cpp.cut_rules import Cut, CutTensor, GgufSetting, TensorSource, WholeFile
+from swarmd.compute.llama_cpp.gguf_header import ARRAY, GgufHeader, block_sizes
 from swarmd.errors import ConfigError
 
 COPY_BYTES = 1 << 20  # of a tensor at a time: adding a model takes no memory to speak of
@@ -32,12 +36,14 @@ def describe_whole(header: GgufHeader) -> WholeFile:
     return WholeFile(header.architecture, settings, tensors)
 
 
-def read_from(header: GgufHeader, file: BinaryIO) -> ReadTensor:
-    """Read tensors out of one whole file."""
+def read_from(header: GgufHeader) -> ReadTensor:
+    """Read tensors out of a whole file, or of all its parts."""
 
     def read(name: str, offset: int, n_bytes: int) -> bytes:
-        file.seek(header.tensors[name].start + offset)
-        return file.read(n_bytes)
+        tensor = header.tensors[name]
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.start + offset)
+            return file.read(n_bytes)
 
     return read
 
@@ -46,6 +52,7 @@ def write_cut(architecture: str, cut: Cut, read: ReadTensor, path: Path) -> None
     """Write a cut to ``path``."""
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter  # late: an extra, which GGUF alone needs
 
+    logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of each file that it writes
     writer = GGUFWriter(path, architecture)
     for name, (kind, value) in cut.settings.items():
         element = GGUFValueType(kind[1]) if kind[0] == ARRAY else None
@@ -69,6 +76,24 @@ def write_cut(architecture: str, cut: Cut, read: ReadTensor, path: Path) -> None
     writer.close()
 
 
+@contextmanager
+def temporary_cut(architecture: str, cut: Cut, read: ReadTensor) -> Iterator[Path]:
+    """A cut as a file for as long as it is loaded: in memory where the system has such files, and nothing on disk."""
+    if sys.platform == "linux":
+        number = os.memfd_create("blocks.gguf", os.MFD_CLOEXEC)
+        try:
+            path = Path(f"/proc/self/fd/{number}")
+            write_cut(architecture, cut, read, path)
+            yield path
+        finally:
+            os.close(number)
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "blocks.gguf"
+        write_cut(architecture, cut, read, path)
+        yield path
+
+
 def _read_part(tensor: CutTensor, read: ReadTensor, offset: int, n_bytes: int) -> bytes:
     if tensor.source is None:
         return bytes(n_bytes)
@@ -82,6 +107,8 @@ def count_bytes(kind: int, shape: tuple[int, ...]) -> int:
     if sizes is None:
         raise ConfigError(f"a tensor is of kind {kind}, which ggml does not have")
     n_block, block_bytes = sizes
+    if not shape:
+        raise ConfigError(f"a tensor of kind {kind} has no extents: it is damaged, fetch it again")
     if shape[-1] % n_block:
         raise ConfigError(
             f"a tensor of kind {kind} has rows of {shape[-1]} numbers, which are no whole blocks of {n_block}"

@@ -8,12 +8,14 @@ word. Here is what each needs; what is not in the table is refused. That a cut i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from swarmd.compute.checkpoints.gguf_header import ARRAY, F32
+from swarmd.compute.llama_cpp.gguf_header import ARRAY, F32, NUMBERS, is_of_kind
 from swarmd.errors import ConfigError
+from swarmd.protocol.models.configuration import LIMITS
 from swarmd.values import Span
 
 VOCABULARY = 32  # tokens that a cut says it has: nobody asks it for any
@@ -24,6 +26,9 @@ NO_LAYER_ARRAYS = ("rope.dimension_sections",)  # lists that have one entry for 
 MINICPM_SCALE = 12.0  # of embeddings, where a file says nothing
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
+BLOCK_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.")
+SHARED_PREFIX = "rope_"
+"""What the names of tensors begin with that belong to no block, and that each needs: factors of frequencies."""
 
 
 class GgufSetting(NamedTuple):
@@ -60,13 +65,17 @@ class WholeFile:
     tensors: Sequence[TensorSource]
 
     def number(self, name: str, default: int = 0) -> int:
-        """Return a setting that is one number. Raises ConfigError for one that is none."""
+        """Return a setting that is one number, without its fraction. Raises ConfigError for one that is none."""
+        return int(self.real(name, default))
+
+    def real(self, name: str, default: float) -> float:
+        """Return a setting that is one number, as it is. Raises ConfigError for one that is none."""
         setting = self.settings.get(name)
         if setting is None:
             return default
         if not isinstance(setting.value, int | float) or isinstance(setting.value, bool):
             raise ConfigError(f"{self.architecture}.{name} is no number, and one is needed")
-        return int(setting.value)
+        return setting.value
 
     @property
     def n_blocks(self) -> int:
@@ -95,19 +104,42 @@ class Cut:
     n_positions: int
 
     @property
+    def sources(self) -> list[str]:
+        """The tensors of the whole file that it needs."""
+        return [tensor.source for tensor in self.tensors if tensor.source is not None]
+
+    @property
     def is_rounded(self) -> bool:
         """Does something round that the whole does not: an input's scale, or a tensor's factor?"""
         return self.input_scale != 1.0 or any(tensor.factor != 1.0 for tensor in self.tensors)
+
+
+def check_whole(whole: WholeFile) -> None:
+    """Refuse a family that is not known, and what no file of one says. Raises ConfigError."""
+    if whole.architecture not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"blocks of {whole.architecture} cannot be cut out of GGUF; those of {known} can")
+    for name, (kind, value) in whole.settings.items():
+        if not is_of_kind(kind, value):
+            raise ConfigError(f"{whole.architecture}.{name} is no value of kind {kind}: it is damaged, fetch it again")
+    names = [*whole.settings, *(tensor.name for tensor in whole.tensors)]
+    odd = next((name for name in names if not name.isascii() or not name.isprintable()), None)
+    if odd is not None:
+        raise ConfigError(f"{odd!a} is no name that a setting or a tensor has: it is damaged, fetch it again")
+    for what, found, limit in (
+        ("block_count", whole.number("block_count"), LIMITS["num_hidden_layers"]),
+        ("block_count without those that guess", whole.n_blocks, LIMITS["num_hidden_layers"]),
+        ("embedding_length", whole.width, LIMITS["hidden_size"]),
+    ):
+        if not 1 <= found <= limit:
+            raise ConfigError(f"{whole.architecture}.{what} is {found}, expected 1 to {limit}")
 
 
 def scale_embeddings(whole: WholeFile) -> float:
     """By what the rows of the embedding are multiplied in front of the first block."""
     if whole.architecture in ("gemma", "gemma2", "gemma3"):
         return math.sqrt(whole.width)
-    scale = whole.settings.get("embedding_scale")
-    if scale is not None:
-        return float(scale.value)
-    return MINICPM_SCALE if whole.architecture == "minicpm" else 1.0
+    return whole.real("embedding_scale", MINICPM_SCALE if whole.architecture == "minicpm" else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +152,7 @@ class FamilyRules:
     ``needs_output``: an output matrix has to be there. ``changes``: further settings of a cut.
     ``special_size``: with exactly so many blocks the library computes otherwise, so it has to be told another way:
     ``query_factor`` for the norm of queries; None: it cannot be told.
+    ``has_states``: what is remembered of the past cannot be taken back token by token.
     """
 
     period: Callable[[WholeFile], int] = lambda whole: 1
@@ -130,6 +163,7 @@ class FamilyRules:
     changes: Callable[[WholeFile, Span], Mapping[str, GgufSetting]] = lambda whole, span: {}
     special_size: int = 0
     query_factor: Callable[[WholeFile], float] | None = None
+    has_states: bool = False
 
 
 def _window_period(default: int) -> Callable[[WholeFile], int]:
@@ -180,14 +214,14 @@ def _fourth_blocks(whole: WholeFile) -> list[bool]:
 def _attention_by_heads(whole: WholeFile) -> list[bool]:
     """Blocks without attention have no heads of keys."""
     heads = whole.settings.get("attention.head_count_kv")
-    if heads is None or heads.kind[0] != ARRAY:
+    if heads is None or heads.kind[0] != ARRAY or heads.kind[1] not in NUMBERS:
         return []
     return [n > 0 for n in heads.value][: whole.n_blocks]
 
 
 def _attention_by_interval(whole: WholeFile) -> list[bool]:
     """Every so-and-so-manyth block has attention, the others remember in a state."""
-    interval = whole.number("full_attention_interval", 4)
+    interval = max(1, whole.number("full_attention_interval", 4))
     return [(index + 1) % interval == 0 for index in range(whole.n_blocks)]
 
 
@@ -199,13 +233,14 @@ def _recurrent_layers(whole: WholeFile, span: Span) -> Mapping[str, GgufSetting]
 
 def _gemma3_query_factor(whole: WholeFile) -> float:
     """The largest Gemma 3 divides by the root of its width for each head, where the others divide by a key's."""
-    head_width = whole.width // whole.number("attention.head_count")
+    head_width = max(1, whole.width // max(1, whole.number("attention.head_count")))
     return math.sqrt(whole.number("attention.key_length", head_width) / head_width)
 
 
 PLAIN = FamilyRules()
 FAMILIES: Mapping[str, FamilyRules] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "mistral3", "mamba2", "falcon-h1"), PLAIN),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "mistral3"), PLAIN),
+    **dict.fromkeys(("mamba2", "falcon-h1"), FamilyRules(has_states=True)),
     **dict.fromkeys(("minimax-m2", "hunyuan-dense", "seed_oss", "ernie4_5", "starcoder2", "command-r"), PLAIN),
     "stablelm": PLAIN,
     "exaone4": FamilyRules(special_size=64),
@@ -221,23 +256,21 @@ FAMILIES: Mapping[str, FamilyRules] = {
     "granite": FamilyRules(changes=_unscaled),
     "granitemoe": FamilyRules(changes=_unscaled),
     "minicpm": FamilyRules(changes=_unscaled),
-    "granitehybrid": FamilyRules(changes=_unscaled, kinds=_attention_by_heads),
-    "lfm2": FamilyRules(kinds=_attention_by_heads),
+    "granitehybrid": FamilyRules(changes=_unscaled, kinds=_attention_by_heads, has_states=True),
+    "lfm2": FamilyRules(kinds=_attention_by_heads, has_states=True),
     "deepseek2": FamilyRules(changes=_dense_first),
     "bailingmoe2": FamilyRules(changes=_dense_first),
     "glm4moe": FamilyRules(changes=_glm4_moe, n_positions=4),
-    "qwen3next": FamilyRules(changes=_recurrent_layers, kinds=_attention_by_interval),
-    "qwen35": FamilyRules(changes=_recurrent_layers, kinds=_attention_by_interval, n_positions=4),
+    "qwen3next": FamilyRules(changes=_recurrent_layers, kinds=_attention_by_interval, has_states=True),
+    "qwen35": FamilyRules(changes=_recurrent_layers, kinds=_attention_by_interval, n_positions=4, has_states=True),
 }
 """Seen to be computed to the bit as in the whole, at every cut that was tried (tests/compute/llama_cpp)."""
 
 
 def plan_cut(whole: WholeFile, span: Span) -> Cut:
     """Say what the file for some blocks holds. Raises ConfigError for a family that cannot be cut."""
-    rules = FAMILIES.get(whole.architecture)
-    if rules is None:
-        known = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"blocks of {whole.architecture} cannot be cut out of GGUF; those of {known} can")
+    check_whole(whole)
+    rules = FAMILIES[whole.architecture]
     if not 0 <= span.start < span.end <= whole.n_blocks:
         raise ConfigError(f"blocks {span} are not in this file, which has {whole.n_blocks}")
     period = max(1, rules.period(whole))
@@ -315,8 +348,9 @@ def _cut_tensor(tensor: TensorSource, span: Span, padded: Span) -> CutTensor | N
     if tensor.name == "output.bias":
         return CutTensor(tensor.name, (VOCABULARY,), F32, None)
     block = block_of(tensor.name)
-    if block is None:
-        return CutTensor(tensor.name, tensor.shape, tensor.kind, tensor.name)
+    if block is None:  # behind the last block, where nobody looks, or for all blocks
+        is_shared = tensor.name.startswith(SHARED_PREFIX)
+        return CutTensor(tensor.name, tensor.shape, tensor.kind, tensor.name if is_shared else None)
     if not padded.start <= block < padded.end:
         return None
     rest = tensor.name.split(".", 2)[2]
@@ -326,5 +360,5 @@ def _cut_tensor(tensor: TensorSource, span: Span, padded: Span) -> CutTensor | N
 
 def block_of(name: str) -> int | None:
     """Which block a tensor belongs to, by its name; None: to none."""
-    parts = name.split(".", 2)
-    return int(parts[1]) if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() else None
+    match = BLOCK_NAME.match(name)
+    return int(match[1]) if match else None

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from swarmd.compute.linear.compiled_layers import Int8Head
 from swarmd.compute.linear.kernels import choose_kernel
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.client_part import load_client_part
 from swarmd.compute.model.mapped_vocabulary import map_vocabulary
 from swarmd.errors import ConfigError
 
@@ -53,7 +54,7 @@ class Ends:
         device: str = "cpu",
         is_quick: bool = True,
     ) -> None:
-        self._model: Any = skeleton.load(folder, None, dtype, device=device)
+        self._model: Any = load_client_part(folder, dtype, device)
         if int8_head is not None:
             put_int8_head(self._model, int8_head)
         if int8_head is not None or not is_quick:

@@ -12,6 +12,7 @@ from pathlib import Path
 import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+import swarmd.compute.model.packed_config  # noqa: F401 - transformers learns the type
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.protocol.models import configuration, manifest
 

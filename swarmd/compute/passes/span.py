@@ -121,9 +121,16 @@ class LoadedSpan:
     # --- passes ------------------------------------------------------------------------------------------------------
 
     def new_cache(
-        self, hop: Span | None = None, max_tokens: int = UNBOUNDED, with_gradients: bool = False
+        self,
+        hop: Span | None = None,
+        max_tokens: int = UNBOUNDED,
+        is_exact: bool = False,
+        with_gradients: bool = False,
     ) -> SpanCache:
-        """Make an empty cache for a session; or one that gradients flow through, which is never rounded."""
+        """Make an empty cache for a session; or one that gradients flow through, which is never rounded.
+
+        Each session has memory of its own, an exact one as any other.
+        """
         config = self.model.config
         return SpanCache(config, hop or self.span, max_tokens, None if with_gradients else self._caches_in)
 

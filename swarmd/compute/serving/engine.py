@@ -85,8 +85,8 @@ class Engine(Protocol):
     def can_interleave(self, n_tokens: int, hop: Span, cache: Any) -> bool:
         """Can so many new tokens with this cache be computed in the midst of another pass?"""
 
-    def new_cache(self, hop: Span, max_tokens: int) -> SessionCache:
-        """Make an empty cache for a session that reserves so many tokens."""
+    def new_cache(self, hop: Span, max_tokens: int, is_exact: bool = False) -> SessionCache:
+        """Make an empty cache for a session that reserves so many tokens, and may have to be repeated to the bit."""
 
     def example_cache(self, hop: Span, n_tokens: int = 1) -> SessionCache:
         """Make a cache with some tokens in it, to compare with what other workers hand over."""

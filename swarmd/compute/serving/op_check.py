@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from swarmd.compute.serving.incoming_state import KEPT_TIMES
-from swarmd.compute.serving.session_state import SessionState
+from swarmd.compute.serving.session_state import SessionState, order_after
 from swarmd.errors import Code, Refused
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES
@@ -65,4 +65,7 @@ def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Input
         raise Refused(Code.NOT_FINITE, f"op {op.seq} holds values that are not finite")
     if positions.min() < 0 or positions.max() > state.max_tokens:
         raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {state.max_tokens}")
+    order = order_after(op.edits, state.n_rows)
+    if why := state.cache.refuses_places(positions, mask, n_tokens, order):
+        raise Refused(Code.BAD_SHAPE, why)
     return hidden, positions, mask

@@ -62,7 +62,7 @@ class HopSession:
             request.max_tokens,
             request.codec,
             history=History(request.grade == "exact", budget),
-            cache=engine.new_cache(hop, request.max_tokens),
+            cache=engine.new_cache(hop, request.max_tokens, is_exact=request.grade == "exact"),
             lora=tuned.lora if tuned.lora.updates else adapter,
             n_tokens=tuned.n_prefix,
         )

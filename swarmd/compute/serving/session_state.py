@@ -55,9 +55,7 @@ class SessionState:
             self.n_tokens -= n_cropped
             if self.mask is not None:
                 self.mask = self.mask[:, : self.n_tokens]
-        order: Sequence[int] = range(self.n_rows)
-        for edit in edits:
-            order = [order[row] for row in edit.rows] if edit.rows is not None else order
+        order = order_after(edits, self.n_rows)
         if any(edit.rows is not None for edit in edits):
             rows = torch.tensor(order, device=self.engine.device)
             self.cache.reorder(rows)
@@ -76,3 +74,11 @@ class SessionState:
         new = torch.ones(self.n_rows, n_new) if mask is None else mask
         new = new.long().to(device)
         self.mask = torch.cat([past.long(), new], 1)
+
+
+def order_after(edits: Sequence[Edit], n_rows: int) -> Sequence[int]:
+    """Which row each row was before some edits."""
+    order: Sequence[int] = range(n_rows)
+    for edit in edits:
+        order = [order[row] for row in edit.rows] if edit.rows is not None else order
+    return order

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 import swarmd.status as status
-from swarmd.config import Serve
+from swarmd.config import Serve, format_of
 from swarmd.net.api import Purpose
 from swarmd.net.rpc import Channel
 from swarmd.node.serving.choosing import HostingServices
@@ -173,7 +173,12 @@ class Deployment:
         self._announced = self.load
 
     def _tokens_that_fit(self, loaded: Loaded) -> int:
-        """Cache tokens that may be promised: what the settings say, if half of the free memory can hold them."""
+        """Cache tokens that may be promised: what is reserved, or what half of the free memory can hold.
+
+        Never more than the settings say.
+        """
+        if loaded.cache_tokens:
+            return min(self._settings.cache_tokens, loaded.cache_tokens)
         memory_bytes = loaded.device_memory_bytes or measure_memory().free_bytes
         free_bytes = max(0, memory_bytes - self._services.presence.kept_bytes)
         per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self._settings.dtype] * loaded.hidden  # history too
@@ -202,6 +207,7 @@ class Deployment:
             "model": self.placement.model,
             "start": span.start,
             "end": span.end,
+            "quantize": format_of((loaded and loaded.weights) or self._settings.quantize, self._settings.kv_cache),
             "numerics": loaded.numerics if loaded else "",
             "quantization_error": loaded.quantization_error if loaded else None,
             "decode_tokens_per_s": loaded.speed.decode_tokens_per_s if loaded else None,

@@ -31,7 +31,7 @@ from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
 from swarmd.node.worker.frame_queue import FrameQueue
 from swarmd.node.worker.loading import LoadingProgress
 from swarmd.node.worker.share import ComputeShare
-from swarmd.plan.owner.restarts import MAX_KILLS, STEADY_S, RestartPolicy, WorkerEnd
+from swarmd.plan.owner.restarts import MAX_KILLS, MAX_LOAD_CRASHES, STEADY_S, RestartPolicy, WorkerEnd
 from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
@@ -325,6 +325,8 @@ class WorkerLink:
             policy.note_end(end, trio.current_time() - begun, was_loading=not self._was_online)
             if policy.is_too_large and self._state != "failed":
                 await self._fail_for_memory()
+            elif policy.is_unloadable and self._state != "failed":
+                await self._fail_for_crashes()
             elif policy.is_compiled_code_suspect and self._request.compiled:
                 self._do_without_compiled_code()
             if self._state != "failed":
@@ -442,6 +444,16 @@ class WorkerLink:
             "failed",
             f"{self._reason}, {MAX_KILLS} times in a row with {blocks}: {may_use}; serve fewer blocks (--blocks, "
             "max_blocks), use quantize, or allow it more memory",
+        )
+        await self._on_change()
+
+    async def _fail_for_crashes(self) -> None:
+        """Say that these blocks end the code that loads them, so that others are served, or the owner hears of it."""
+        blocks = f"blocks [{self._request.start},{self._request.end})"
+        self._set(
+            "failed",
+            f"{self._reason}, {MAX_LOAD_CRASHES} times in a row while it loaded {blocks}: it is not started again; "
+            "swarmd models verify MODEL says whether its files are whole",
         )
         await self._on_change()
 

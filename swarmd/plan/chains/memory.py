@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 
+from swarmd.protocol.models.configuration import PACKED
 from swarmd.protocol.models.manifest import Manifest, entry_groups
 from swarmd.protocol.wire.tensors import ITEM_BYTES
 
@@ -46,10 +47,13 @@ def group_bytes(
     dtype: str,
     quantize: str = "none",
 ) -> tuple[list[int], int]:
-    """Bytes of each block once loaded, and of what is around them, which is never quantised."""
+    """Bytes of each block once loaded, and of what is around them, which is never quantised. GGUF keeps its bits."""
     family = str(json.loads(manifest.config).get("model_type"))
     n_bytes: Counter[int | None] = Counter()
     for entry, group in zip(manifest.entries, entry_groups(manifest), strict=True):
+        if family == PACKED:
+            n_bytes[group] += entry.n_bytes
+            continue
         is_block = group != manifest.n_blocks
         bits = loaded_bits(entry.name, entry.shape, quantize, family) if is_block else "none"
         n_bytes[group] += tensor_bytes(entry.shape, dtype, bits)

@@ -9,6 +9,7 @@ FIRST_PAUSE_S = 0.5  # after a worker that had run for long; doubled by each end
 LONGEST_PAUSE_S = 60.0  # what cannot load now may load in a minute, and costs little till then
 STEADY_S = 60.0  # a worker that ran for so long did not end because of how it starts
 MAX_CRASHES = 2  # soon after a start, in a row: one may be a machine's bad memory
+MAX_LOAD_CRASHES = 4  # in a row, while loading: two with compiled code, and two without
 MAX_KILLS = 2  # in a row: before the first, another program may have taken memory only for a moment
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)  # what native code ends by
 
@@ -50,11 +51,15 @@ class WorkerEnd:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """``pause_s``: before the next start. ``n_crashes``, ``n_kills``: so many in a row, each soon after a start."""
+    """``pause_s``: before the next start. ``n_crashes``, ``n_kills``: so many in a row, each soon after a start.
+
+    ``n_load_crashes``: so many of the crashes came before the worker was online.
+    """
 
     pause_s: float = FIRST_PAUSE_S
     n_crashes: int = 0
     n_kills: int = 0
+    n_load_crashes: int = 0
 
     def note_end(self, end: WorkerEnd, ran_s: float, was_loading: bool) -> None:
         """Note that a worker ended after so many seconds."""
@@ -62,10 +67,12 @@ class RestartPolicy:
             self.pause_s = FIRST_PAUSE_S
             self.n_crashes = 0
             self.n_kills = 0
+            self.n_load_crashes = 0
             return
         self.pause_s = min(LONGEST_PAUSE_S, 2 * self.pause_s)
         # An owner, the system when memory is short, or the daemon may kill a worker: that says nothing of its code.
         self.n_crashes += end.is_crash
+        self.n_load_crashes = self.n_load_crashes + end.is_crash if was_loading else 0
         is_memory_short = was_loading if end.is_memory_short is None else end.is_memory_short
         self.n_kills = self.n_kills + 1 if end.is_kill and is_memory_short else 0
 
@@ -78,3 +85,8 @@ class RestartPolicy:
     def is_too_large(self) -> bool:
         """Does the worker take more memory than it may have? Then the same request never succeeds."""
         return self.n_kills >= MAX_KILLS
+
+    @property
+    def is_unloadable(self) -> bool:
+        """Does native code crash on the very blocks, compiled here or not? Then the same request never succeeds."""
+        return self.n_load_crashes >= MAX_LOAD_CRASHES

@@ -18,6 +18,8 @@ ADAPTER = "swarmd-adapter"
 """The ``model_type`` of an adapter's configuration; peft's own is its ``adapter``."""
 STATE = "swarmd-state"
 """The ``model_type`` of the state of a training run: the hash of its run, which update, and what is in it."""
+PACKED = "swarmd-gguf"
+"""The ``model_type`` of a GGUF model at its own bits: its tensors are plain bytes, and ``gguf`` says what they are."""
 LIMITS = {
     "num_hidden_layers": 1_024,
     "hidden_size": 65_536,

@@ -78,15 +78,21 @@ class Measured(Message, tag="measured", frozen=True):
 
 
 class Loaded(Message, tag="loaded", frozen=True):
-    """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be."""
+    """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be.
+
+    ``weights``: their format where it is the checkpoint's and not what was asked for; else "".
+    ``cache_tokens``: those that are reserved for all sessions, by an engine that does that at once; else 0.
+    """
 
     device: Text = ""
     device_memory_bytes: Count | None = None
     numerics: Name = ""
+    weights: Name = ""
     quantization_error: float | None = None
     hidden: Count = 0
     layer_arity: Count = 0
     cache_bytes_per_token: Count = 0
+    cache_tokens: Count = 0
     batching: Text = ""
     kernels: Text = ""
     has_head: bool = False

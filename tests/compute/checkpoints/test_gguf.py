@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmd.compute.checkpoints import gguf, gguf_settings
-from swarmd.compute.checkpoints.gguf_header import GgufHeader
+from swarmd.compute.llama_cpp.gguf_header import GgufHeader
 from swarmd.errors import ConfigError
 from tests.gguf_files import N_TOKENS, TOKENS, make_model, settings_of, tensors_of, write
 from tests.real.smollm2 import gguf_file

@@ -12,7 +12,7 @@ from gguf import GGUFWriter
 
 from swarmd.compute.llama_cpp.library import MODULE, _find_folder, _path_of, load_library
 from swarmd.compute.llama_cpp.structures import ModelParams, TensorHead
-from tests.gguf_writer import add_setting, write_all
+from tests.gguf_writer import add_setting, add_words, write_all
 
 WIDTH, N_BLOCKS, VOCABULARY = 64, 6, 128
 BASE: dict[str, Any] = {
@@ -126,22 +126,27 @@ class _GgufParams(c.Structure):
     _fields_ = (("no_alloc", c.c_bool), ("ctx", c.c_void_p))
 
 
-def make_random_gguf(family: str, path: Path, changes: Mapping[str, Any] | None = None) -> None:
+def make_random_gguf(
+    family: str, path: Path, changes: Mapping[str, Any] | None = None, has_words: bool = False
+) -> None:
     """Write a model of a family to ``path``; the same one each time."""
     settings = BASE | FAMILIES.get(family, {}) | (changes or {})
     shapes = _list_tensors(family, settings, path.with_suffix(".settings"))
     rng = np.random.default_rng(sum(map(ord, family)))
-    writer = _begin(family, settings, path)
+    writer = _begin(family, settings, path, has_words)
     for name, shape in shapes.items():
         writer.add_tensor(name, _draw(rng, name, shape))
     write_all(writer)
 
 
-def _begin(family: str, settings: Mapping[str, Any], path: Path) -> GGUFWriter:
+def _begin(family: str, settings: Mapping[str, Any], path: Path, has_words: bool = False) -> GGUFWriter:
     writer = GGUFWriter(path, family)
     for name, value in settings.items():
         add_setting(writer, f"{family}.{name}", value)
-    writer.add_tokenizer_model("no_vocab")
+    if has_words:
+        add_words(writer, int(settings["vocab_size"]))
+    else:
+        writer.add_tokenizer_model("no_vocab")
     return writer
 
 
@@ -177,8 +182,10 @@ def _list_tensors(family: str, settings: Mapping[str, Any], path: Path) -> dict[
 
 
 def _is_optional(name: str) -> bool:
-    """Factors of frequencies and scales of quantised weights, which a small model of float32 has none of."""
-    return "rope_f" in name or name.endswith((".scale", ".input_scale", "_s"))
+    """What a small model of float32 has none of: factors of frequencies, scales of weights, other ends than a head."""
+    return any(part in name for part in ("rope_f", "dense_2", "cls.")) or name.endswith(
+        (".scale", ".input_scale", "_s")
+    )
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:

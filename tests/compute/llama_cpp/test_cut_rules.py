@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from swarmd.compute.checkpoints.gguf_header import ARRAY, F32
 from swarmd.compute.llama_cpp.cut_rules import (
     FAMILIES,
     FLOAT32,
@@ -17,8 +16,10 @@ from swarmd.compute.llama_cpp.cut_rules import (
     GgufSetting,
     TensorSource,
     WholeFile,
+    block_of,
     plan_cut,
 )
+from swarmd.compute.llama_cpp.gguf_header import ARRAY, F32
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
@@ -45,7 +46,7 @@ def test_blocks_are_renumbered_and_the_ends_are_emptied() -> None:
     cut = plan_cut(whole("llama"), Span(5, 7))
     assert sources(cut) == {
         "token_embd.weight": None,
-        "output_norm.weight": "output_norm.weight",
+        "output_norm.weight": None,
         "blk.0.attn_q.weight": "blk.5.attn_q.weight",
         "blk.0.attn_q_norm.weight": "blk.5.attn_q_norm.weight",
         "blk.1.attn_q.weight": "blk.6.attn_q.weight",
@@ -126,6 +127,33 @@ def test_a_model_that_is_computed_otherwise_for_its_size_is_told_so_or_refused()
 def test_an_output_matrix_is_there_where_the_library_wants_one() -> None:
     assert sources(plan_cut(whole("gpt-oss"), Span(0, 2)))["output.weight"] is None
     assert "output.weight" not in sources(plan_cut(whole("llama"), Span(0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "complaint"),
+    [
+        ("llama", {"block_count": 1 << 31}, r"llama.block_count is 2147483648, expected 1 to 1024"),
+        ("llama", {"nextn_predict_layers": 12}, "block_count without those that guess is 0"),
+        ("llama", {"embedding_length": 0}, "embedding_length is 0"),
+        ("llama", {"rope.freq_base": math.nan}, r"rope.freq_base is no value of kind \(6,\)"),
+    ],
+)
+def test_sizes_that_no_file_has_are_refused(family: str, settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        plan_cut(whole(family, settings=settings), Span(0, 2))
+
+
+def test_a_number_by_which_others_are_divided_may_be_none() -> None:
+    assert plan_cut(whole("qwen3next", settings={"full_attention_interval": 0}), Span(0, 2)).padded == Span(0, 2)
+    assert plan_cut(whole("gemma3", 62, {"attention.head_count": 0}), Span(0, 6)).padded == Span(0, 6)
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.x.y", "blk.\u00b2.y", "blk.\u0664.y", "blk.01.y", "blk." + "1" * 5_000 + ".y", "blk.1"]
+)
+def test_a_number_that_is_written_oddly_is_no_block(name: str) -> None:
+    assert block_of(name) is None
+    assert block_of("blk.12.attn_q.weight") == 12
 
 
 def test_a_family_that_is_not_known_is_refused_by_name() -> None:

@@ -50,6 +50,9 @@ class CountingCache:
 
     def record_past(self) -> None: ...
 
+    def refuses_places(self, places: torch.Tensor, is_real: torch.Tensor | None, n_left: int, order: Any) -> str:
+        return ""
+
     def refuses_crop(self, n_tokens: int) -> str:
         return "" if n_tokens < 2 else "it takes back single tokens only"
 
@@ -90,7 +93,7 @@ class CountingEngine:
         self.span = span
         self.on_block = signals.on_block
 
-    def new_cache(self, hop: Span, max_tokens: int) -> CountingCache:
+    def new_cache(self, hop: Span, max_tokens: int, is_exact: bool = False) -> CountingCache:
         return CountingCache()
 
     def example_cache(self, hop: Span, n_tokens: int = 1) -> CountingCache:

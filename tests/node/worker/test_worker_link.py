@@ -247,6 +247,22 @@ async def test_a_worker_that_is_killed_twice_for_want_of_memory_is_not_started_w
     assert status.reason in caplog.text
 
 
+async def test_a_worker_that_crashes_on_its_blocks_with_and_without_compiled_code_is_given_up(
+    virtual_time: MockClock,
+) -> None:
+    async with stage(Loading(stage="reading blocks", done=0, total=4)) as s:
+        for n in range(4):
+            s.workers[n].crash()
+            await trio.sleep(30)
+        await trio.sleep(600)
+        assert len(s.workers) == 4
+        status = s.link.snapshot()
+        assert status.state == "failed"
+        assert "4 times in a row while it loaded blocks [0,4): it is not started again; swarmd models verify" in (
+            status.reason
+        )
+
+
 async def test_a_crash_of_a_real_worker_is_told_apart_from_a_kill() -> None:
     for number in (signal.SIGSEGV, signal.SIGKILL):
         process = SubprocessWorker()

@@ -6,7 +6,14 @@ import signal
 
 import pytest
 
-from swarmd.plan.owner.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, RestartPolicy, WorkerEnd
+from swarmd.plan.owner.restarts import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MAX_LOAD_CRASHES,
+    STEADY_S,
+    RestartPolicy,
+    WorkerEnd,
+)
 
 OUT_OF_MEMORY = WorkerEnd(-signal.SIGKILL, is_memory_short=True)
 KILLED_BY_SOMEBODY = WorkerEnd(-signal.SIGKILL, is_memory_short=False)
@@ -67,6 +74,17 @@ def test_a_worker_that_is_killed_twice_for_want_of_memory_is_too_large(
     for end, was_loading in ends:
         policy.note_end(end, 1.0, was_loading)
     assert policy.is_too_large == is_too_large
+
+
+def test_crashes_while_loading_are_hopeless_after_those_with_and_without_compiled_code() -> None:
+    policy = RestartPolicy()
+    crash = WorkerEnd(-signal.SIGABRT)
+    for _ in range(MAX_LOAD_CRASHES):
+        assert not policy.is_unloadable
+        policy.note_end(crash, 2 * STEADY_S, was_loading=True)
+    assert policy.is_unloadable
+    policy.note_end(crash, 1.0, was_loading=False)
+    assert not policy.is_unloadable, "it was online: the files load"
 
 
 def test_loading_for_long_is_no_steady_run() -> None:

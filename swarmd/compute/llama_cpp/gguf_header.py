@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from swarmd.errors import ConfigError
+from swarmd.values import some_of
 
 VERSIONS = (2, 3)  # the first counted in 32 bits, and is long gone
 MOST_ENTRIES = 1 << 20  # settings, or tensors, of a file: the largest models have some thousands
@@ -36,6 +38,7 @@ NUMBERS = {
     11: "q",
     12: "d",
 }
+PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 STRING = 8  # ggml's number for the kind
 ARRAY = 9  # ggml's number for the kind
 F32 = 0  # ggml's number for the kind of a tensor
@@ -43,13 +46,14 @@ F32 = 0  # ggml's number for the kind of a tensor
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: shape as torch writes it, ggml's number for its kind, and where its bytes are in the file."""
+    """One tensor: shape as torch writes it, ggml's number for its kind, and where its bytes are in which file."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     start: int
     n_bytes: int
+    path: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class GgufHeader:
         tensor = self.tensors[name]
         if tensor.kind != F32:
             raise ConfigError(f"{self.path}: {name} is no F32, and has to be read as numbers")
-        with self.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.start)
             return [float(value) for value in np.frombuffer(file.read(tensor.n_bytes), "<f4")]
 
@@ -142,6 +146,25 @@ class _Reader:
         return (kind, element_kind), [self.string() for _ in range(n)]
 
 
+def is_of_kind(kind: tuple[int, ...], value: Any) -> bool:
+    """Can a file have this value under this kind? Numbers have to be finite: the library ends the process by others."""
+    if kind[0] == ARRAY:
+        is_list = len(kind) == 2 and kind[1] != ARRAY and isinstance(value, list)
+        return is_list and all(is_of_kind(kind[1:], element) for element in value)
+    if len(kind) != 1:
+        return False
+    if kind[0] == STRING:
+        return isinstance(value, str)
+    code = NUMBERS.get(kind[0])
+    if code is None or not isinstance(value, int | float) or isinstance(value, bool) != (code == "?"):
+        return False
+    try:
+        struct.pack(f"<{code}", value)
+    except (struct.error, OverflowError):
+        return False
+    return math.isfinite(value)
+
+
 def read_header(path: Path) -> GgufHeader:
     """Read and check what stands before the numbers. Raises ConfigError."""
     trouble = f"{path} cannot be read as GGUF"
@@ -150,6 +173,48 @@ def read_header(path: Path) -> GgufHeader:
             raise ConfigError(f"{trouble}: it does not begin as one does ({path.stat().st_size} B)")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read_fields(path, _Reader(data, trouble), trouble, len(data))
+
+
+def read_all_parts(path: Path) -> GgufHeader:
+    """Read the header of a file, or of all parts of one that was split: ``path`` is the first. Raises ConfigError.
+
+    Parts are called NAME-00001-of-00003.gguf; the first has the settings, and each has its own tensors.
+    """
+    header = read_header(path)
+    n_parts = header.settings.get("split.count", 1)
+    number = header.settings.get("split.no", 0)
+    if not isinstance(n_parts, int) or not isinstance(number, int):
+        raise ConfigError(f"{path} says that it is part {number} of {n_parts}, which are no numbers: fetch it again")
+    if n_parts == 1:
+        return header
+    match = PART_NAME.fullmatch(path.name)
+    if match is None or int(match[3]) != n_parts or int(match[2]) != number + 1:
+        raise ConfigError(
+            f"{path} says that it is part {number + 1} of {n_parts}, and is not called so: NAME-00001-of-00003.gguf"
+        )
+    names = [f"{match[1]}-{part:05}-of-{n_parts:05}.gguf" for part in range(1, n_parts + 1)]
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise ConfigError(f"{path} is one of {n_parts} parts, and beside it lacks {some_of(missing)}: fetch them all")
+    if number:
+        raise ConfigError(f"{path} is part {number + 1} of a model: say the first one, {names[0]}")
+    tensors = dict(header.tensors)
+    for name in names[1:]:
+        part = read_header(path.parent / name)
+        if part.settings.get("split.no") != names.index(name) or part.settings.get("split.count") != n_parts:
+            raise ConfigError(f"{part.path} is not the part of {path.name} that it is called: fetch it again")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise ConfigError(f"{part.path} holds {some_of(sorted(twice))}, which another part holds, too")
+        tensors |= part.tensors
+    expected = header.settings.get("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise ConfigError(f"the parts of {path} hold {len(tensors)} tensors of {expected}: fetch them again")
+    return replace(header, tensors=tensors)
+
+
+def list_parts(header: GgufHeader) -> list[Path]:
+    """The files that a model lies in."""
+    return sorted({header.path, *(tensor.path for tensor in header.tensors.values())})
 
 
 def _read_fields(
@@ -169,7 +234,7 @@ def _read_fields(
     for _ in range(n_settings):
         key = reader.string()
         kinds[key], settings[key] = reader.setting()
-    entries = [_read_tensor(reader, trouble) for _ in range(n_tensors)]
+    entries = [_read_tensor(path, reader, trouble) for _ in range(n_tensors)]
     alignment = settings.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise ConfigError(f"{trouble}: general.alignment is {alignment}")
@@ -186,7 +251,7 @@ def _read_fields(
     return GgufHeader(path, settings, kinds, tensors)
 
 
-def _read_tensor(reader: _Reader, trouble: str) -> GgufTensor:
+def _read_tensor(path: Path, reader: _Reader, trouble: str) -> GgufTensor:
     """Read one tensor's line; its start is counted from the end of the header still. Raises ConfigError."""
     name = reader.string()
     n_dimensions = reader.number("I")
@@ -201,7 +266,7 @@ def _read_tensor(reader: _Reader, trouble: str) -> GgufTensor:
         raise ConfigError(f"{trouble}: {name} is of a kind ({kind}) that is not known here: it is newer, or damaged")
     n_block, block_bytes = sizes
     n_bytes = math.prod(shape) // n_block * block_bytes
-    return GgufTensor(name, shape, kind, offset, n_bytes)
+    return GgufTensor(name, shape, kind, offset, n_bytes, path)
 
 
 def block_sizes(kind: int) -> tuple[int, int] | None:
