@@ -165,6 +165,8 @@ class PackedEmbedding:
         if not all(0 <= token < self.n_words for token in ids):
             wrong = next(token for token in ids if not 0 <= token < self.n_words)
             raise ConfigError(f"token {wrong} is asked for, and this model has {self.n_words}")
+        if not ids:
+            return np.empty((0, self._tensor.shape[1]), np.float32)
         raw = b"".join(self._read(EMBEDDING, token * self._row_bytes, self._row_bytes) for token in ids)
         packed = np.frombuffer(raw, np.uint8).reshape(len(ids), self._row_bytes)
         return dequantize(packed, GGMLQuantizationType(self._tensor.kind)).astype(np.float32) * self._scale
@@ -186,6 +188,8 @@ class LlamaHead:
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """What the last block gave, [n, d], to logits [n, vocabulary]."""
+        if not len(hidden):
+            return np.empty((0, self.n_words), np.float32)
         parts = [hidden[offset : offset + MOST_ROWS] for offset in range(0, len(hidden), MOST_ROWS)]
         return np.concatenate([self._logits_of_few(part) for part in parts])
 

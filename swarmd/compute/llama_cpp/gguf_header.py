@@ -248,6 +248,8 @@ def _read_fields(
             raise ConfigError(
                 f"{trouble}: it is cut short: {tensor.name} ends at byte {end}, and the file has {size}: fetch it again"
             )
+    if sum(tensor.n_bytes for tensor in tensors.values()) > size:
+        raise ConfigError(f"{trouble}: its tensors lie over each other: fetch it again")
     return GgufHeader(path, settings, kinds, tensors)
 
 

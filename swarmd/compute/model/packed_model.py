@@ -34,7 +34,7 @@ class EmbeddingOfBytes(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = torch.from_numpy(self._rows(ids.flatten().tolist()))
-        return rows.view(*ids.shape, -1).to(self._dtype)
+        return rows.view(*ids.shape, rows.shape[1]).to(self._dtype)
 
 
 class HeadOfBytes(nn.Module):

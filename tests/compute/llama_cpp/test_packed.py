@@ -149,3 +149,18 @@ def test_bytes_that_are_not_what_is_said_of_them_are_refused(
     (packed / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=complaint):
         PackedFolder(packed)
+
+
+def test_tensors_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+    """Copying them one by one would write more than there is."""
+    make_random_gguf("llama", tmp_path / "whole.gguf")
+    header = read_header(tmp_path / "whole.gguf")
+    raw = bytearray((tmp_path / "whole.gguf").read_bytes())
+    start = min(tensor.start for tensor in header.tensors.values())
+    for name, tensor in header.tensors.items():
+        at = raw.index(name.encode()) + len(name) + 4 + 8 * len(tensor.shape) + 4
+        raw[at : at + 8] = bytes(8)
+    longest = max(tensor.n_bytes for tensor in header.tensors.values())
+    (tmp_path / "whole.gguf").write_bytes(raw[: start + longest])
+    with pytest.raises(ConfigError, match="its tensors lie over each other: fetch it again"):
+        read_header(tmp_path / "whole.gguf")

@@ -49,6 +49,7 @@ def test_a_model_has_stubs_in_place_of_layers_and_a_loss(folder: Path) -> None:
     assert output.logits.shape == (1, 3, VOCABULARY)
     assert float(output.loss) > 0
     assert torch.allclose(model(ids, logits_to_keep=1).logits, output.logits[:, -1:], atol=1e-5)
+    assert model(ids[:, :0]).logits.shape == (1, 0, VOCABULARY)
     with pytest.raises(ConfigError, match=f"token {VOCABULARY} is asked for, and this model has {VOCABULARY}"):
         model(torch.tensor([[VOCABULARY]]))
     with pytest.raises(ConfigError, match="keeps its bits is not fine-tuned"):
