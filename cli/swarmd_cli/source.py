@@ -59,7 +59,7 @@ def find_folder(source: str, dtype: str) -> Path:
             return use_gguf(_download_gguf(of_gguf[1], of_gguf[2]), dtype)
         folder = _download(source)
         if not _is_checkpoint(folder):
-            _refuse_other_formats(source)
+            refuse_known_formats(f"{source} on the hub", _files_on_hub(source), f"{source}:Q4_K_M")
         return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -105,17 +105,6 @@ def choose_gguf(repository: str, names: Iterable[str], bits: str) -> list[str]:
     raise ConfigError(f"{repository} on the hub holds {found}: say more of the file's name; there are {listed}")
 
 
-def _refuse_other_formats(source: str) -> None:
-    """Raise ConfigError where a repository holds a format that is not read, with what to do instead."""
-    names = _files_on_hub(source)
-    if any(name.lower().endswith(".gguf") for name in names):
-        raise ConfigError(
-            f"{source} on the hub holds GGUF files ({some_of([n for n in names if n.lower().endswith('.gguf')])}): say "
-            f"which, by its bits: swarmd models add {source}:Q4_K_M --name NAME"
-        )
-    refuse_known_formats(f"{source} on the hub", names, f"hf download {source} ")
-
-
 def check_tokenizer(folder: Path) -> None:
     """Refuse a model that nobody could ask anything. Raises ConfigError."""
     if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -128,10 +117,10 @@ def check_tokenizer(folder: Path) -> None:
     load_tokenizer(folder)
 
 
-def refuse_known_formats(where: str, names: Iterable[str], command: str) -> None:
+def refuse_known_formats(where: str, names: Iterable[str], gguf: str = "FILE") -> None:
     """Raise ConfigError where the names tell of a format that swarmd does not read, with what to do instead.
 
-    ``command`` is what to write in front of a file's name to have it: "", or what downloads it.
+    ``gguf``: how one of its GGUF files is called when it is added.
     """
     # The first that fits: a folder with GGUF files and pickles is a GGUF model with leftovers of its making.
     listed = sorted(names)
@@ -139,10 +128,9 @@ def refuse_known_formats(where: str, names: Iterable[str], command: str) -> None
     for name in listed:
         by_suffix.setdefault(PurePosixPath(name).suffix.lower(), []).append(name)
     if files := by_suffix.get(".gguf"):
-        get = f"{command}FILE, then " if command else ""
         raise ConfigError(
             f"{where} holds GGUF files ({some_of(files)}) and no checkpoint of safetensors: add one of the files: "
-            f"{get}swarmd models add FILE --name NAME"
+            f"swarmd models add {gguf} --name NAME"
         )
     if files := by_suffix.get(".onnx"):
         raise ConfigError(
@@ -175,7 +163,7 @@ def _find_checkpoint(folder: Path) -> Path:
     if not _is_checkpoint(folder):
         paths = islice(folder.rglob("*"), MOST_NAMES)
         names = [path.relative_to(folder).as_posix() for path in paths]
-        refuse_known_formats(str(folder), names, "")
+        refuse_known_formats(str(folder), names)
     return folder
 
 

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from swarmd_cli import source
-from swarmd_cli.context import set_home
 
 from swarmd.errors import ConfigError
-from swarmd.home.founder import Founder
 from swarmd.home.membership import MembershipFiles
 from swarmd.home.models import bundled_folder
 from swarmd.home.paths import Home
 from tests import checkpoints
 from tests.cli.typed import swarmd
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    state = Home(tmp_path / "home")
-    Founder(state).found("ours")
-    yield state
-    set_home(None)
 
 
 def add(home: Home, folder: Path, *words: str) -> str:

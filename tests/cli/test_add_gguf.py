@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gguf import GGUFReader, GGUFWriter
 from swarmd_cli import source
-from swarmd_cli.context import set_home
 from swarmd_cli.main import app
 from swarmd_cli.source import choose_gguf
 from typer.testing import CliRunner
 
 from swarmd.compute.llama_cpp import library, proof
 from swarmd.errors import ConfigError
-from swarmd.home.founder import Founder
 from swarmd.home.membership import MembershipFiles
 from swarmd.home.paths import Home
 from tests.cli.typed import swarmd
@@ -25,14 +22,6 @@ from tests.compute.checkpoints.test_gguf import RIGHT
 from tests.compute.llama_cpp.random_gguf import make_random_gguf
 from tests.gguf_files import make_model, settings_of, tensors_of, write
 from tests.gguf_writer import write_all
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    state = Home(tmp_path / "home")
-    Founder(state).found("ours")
-    yield state
-    set_home(None)
 
 
 @pytest.fixture

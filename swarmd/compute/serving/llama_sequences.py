@@ -90,8 +90,10 @@ class SequencePool:
     @property
     def is_crowded(self) -> bool:
         """Does what was given up take more room than is good?"""
+        if self._n_given_up <= CROWDED_TOKENS * len(self.memories):
+            return False  # as before nearly every pass
         n_tokens = sum(memory.count_tokens(sequence) for memory in self.memories.values() for sequence in self._taken)
-        return self._n_given_up > max(CROWDED_TOKENS * len(self.memories), n_tokens)
+        return self._n_given_up > n_tokens
 
     def make_room(self) -> None:
         """Take all sequences out, and put them back one behind the other. Raises ComputeError where that cannot be."""
