@@ -93,6 +93,8 @@ prove: setup
 	$(BIN)/python -m tools.prove.faults --seeds $(SEEDS)
 	$(BIN)/python -m tools.prove.training --seeds $(SEEDS) --partitions 1000
 	for mode in delayed diloco streamed thinned grid ring; do $(BIN)/python -m tools.prove.training --mode $$mode --seeds 8 || exit 1; done
+	# needs a Vulkan driver, on Debian mesa-vulkan-drivers, which computes on the processor
+	GGML_VK_VISIBLE_DEVICES=0 SWARMD_TEST_DEVICE=vulkan $(BIN)/pytest tests/compute/serving/test_llama_engine.py
 
 bench: setup
 	$(BIN)/python -m tools.performance --run

@@ -63,7 +63,8 @@ def parse_span(text: str) -> Span:
 class Serve:
     """What one worker serves: a model ("" is any, by need), which blocks, and how. One table ``[[serve]]``.
 
-    ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU. With ``head`` a server of a
+    ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU. Models that are served as GGUF
+    take "vulkan", "vulkan:1" or "metal", and the CPU for "". With ``head`` a server of a
     model's last blocks computes norm and head, too, for clients that ask. ``compiled`` "off" computes with the
     library's own kernels only.
     """
@@ -377,7 +378,7 @@ def _check_serve(serve: Serve) -> None:
         if getattr(serve, name) < 0:
             raise ConfigError(f"serve.{name} cannot be negative, got {getattr(serve, name)}")
     if not re.fullmatch(r"[a-z]*(:\d+)?", serve.device):
-        raise ConfigError(f"device is a name of torch's, for example cuda:1 or cpu, not {serve.device!r}")
+        raise ConfigError(f"device is for example cpu or cuda:1, or vulkan for GGUF, not {serve.device!r}")
     _ = serve.span
 
 

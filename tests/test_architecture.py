@@ -285,7 +285,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "compiled": {"hardware"},
         "cuda": {"compiled"},
         "linear": {"compiled", "cuda", "hardware"},
-        "llama_cpp": set(),
+        "llama_cpp": {"hardware"},
         "model": {"cuda", "hardware", "linear", "llama_cpp"},
         "cache": {"compiled", "model"},
         "passes": {"cache", "compiled", "cuda", "hardware", "linear", "model"},

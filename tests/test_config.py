@@ -32,7 +32,7 @@ def written(folder: Path, text: str) -> Path:
         ("threads = -1", "threads cannot be negative"),
         ('dtype = "float8"', "dtype is one of"),
         ('[gateway]\nhead = "int4"', "gateway.head is one of own, int8"),
-        ('device = "cuda:x"', "device is a name of torch's"),
+        ('device = "cuda:x"', "device is for example cpu or cuda:1"),
         ('blocks = "4:2"', "START:END with START < END"),
         ('model = "a,b"\nblocks = "0:3"', r"cannot be those of 2 models"),
         ("tuning_share = 2.0", "a part of 1"),

@@ -65,6 +65,7 @@ def test_two_models_that_lack_blocks_are_not_given_the_same_server_first() -> No
 def test_a_newcomer_takes_what_it_is_told_or_the_rarest_and_says_what_it_waits_for() -> None:
     spans = [serves("a")]
     assert choose_model(spans, MODELS, "", frozenset()).action == (NEW, 30)
+    assert choose_model(spans, MODELS, "", frozenset(), {NEW}).action == (OLD, 6), "what was not tried comes first"
     assert choose_model(spans, MODELS, "old", frozenset()).action == (OLD, 6)
     assert choose_model(spans, MODELS, OLD, frozenset()).action == (OLD, 6)
     waiting = choose_model(spans, MODELS, "nope", frozenset())

@@ -31,7 +31,7 @@ from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.models import manifest, shards
 from swarmd.protocol.understanding import OURS, Understanding
 from swarmd.protocol.wire import frames, messages, worker
-from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured, Tick
+from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured, Tick, WorkerFailed
 from swarmd.values import ModelId, PeerId, Span
 from swarmd.wire.history import Budget
 
@@ -118,6 +118,7 @@ class SimWorker:
         self._step_s, self._load_s = step_s, load_s
         self.spoil: Callable[[bytes], list[bytes]] = lambda said: [said]  # what a hostile one makes of what it says
         self.lie: Callable[[torch.Tensor], torch.Tensor] = lambda out: out  # and of what it computes
+        self.unloadable: set[ModelId] = set()
 
     async def send(self, data: bytes) -> None:
         await trio.lowlevel.checkpoint()
@@ -141,6 +142,9 @@ class SimWorker:
                 message = worker.decode(frame.header)
                 if isinstance(message, LoadSpan):
                     await trio.sleep(self._load_s)
+                    if message.model in self.unloadable:
+                        yield messages.encode_frame(WorkerFailed(message="no code for this model"))
+                        return
                     span = ToySpan(Span(message.start, message.end), lambda out: self.lie(out))
                     self._scheduler = Scheduler(span, Budget(), trio.current_time)  # type: ignore[arg-type]
                     yield messages.encode_frame(
@@ -187,6 +191,8 @@ class SimSwarm:
         founder = Identity(bytes([seed % 256]) * 32)
         self.keys = SwarmKeys("sim", founder.public_key, b"\0" * 32)
         self.folder, self.model = toy_checkpoint(n_blocks)
+        self.folders = {self.model: self.folder}
+        self.unloadable: set[ModelId] = set()
         self.catalog = sign_catalog(Catalog(version=1, models={"toy": (self.model, n_blocks)}), founder)
         self._founder = founder
         self._nursery = nursery
@@ -202,6 +208,15 @@ class SimSwarm:
         chosen = self.rng.sample(sorted(self.daemons), min(2, len(self.daemons)))
         return {peer: self.daemons[peer][0].network.addresses() for peer in chosen}
 
+    def list_unloadable(self, name: str, n_blocks: int) -> ModelId:
+        """Have the catalog list a model whose weights all have, and that no worker can load."""
+        folder, model = toy_checkpoint(n_blocks)
+        self.folders[model] = folder
+        self.unloadable.add(model)
+        models = {"toy": (self.model, self.n_blocks), name: (model, n_blocks)}
+        self.catalog = sign_catalog(Catalog(version=2, models=models), self._founder)
+        return model
+
     async def add(
         self,
         span: Span,
@@ -210,6 +225,7 @@ class SimSwarm:
         hosted: tuple[Serve, ...] = (),
         wall_clock: Callable[[], float] | None = None,
         name: str = "",
+        model: str = "toy",
     ) -> PeerId:
         wall_clock = wall_clock or self.wall_clock
         identity, certificate = self._identity()
@@ -219,13 +235,13 @@ class SimSwarm:
         step_s = self.rng.uniform(0.002, 0.02)
 
         async def start_worker() -> WorkerProcess:
-            self.workers[identity.peer_id] = SimWorker(step_s, load_s=2.0)
-            return self.workers[identity.peer_id]
+            worker = self.workers[identity.peer_id] = SimWorker(step_s, load_s=2.0)
+            worker.unloadable = self.unloadable
+            return worker
 
         blocks = f"{span.start}:{span.end}" if is_fixed else "auto"
-        config = Config(blocks=blocks, model="toy", cache_tokens=10**6, hosted=hosted)
-        folders = {self.model: self.folder}
-        member = LocalMember(self.keys, identity, certificate, NOWHERE, folders, self._bootstrap(), name=name)
+        config = Config(blocks=blocks, model=model, cache_tokens=10**6, hosted=hosted)
+        member = LocalMember(self.keys, identity, certificate, NOWHERE, self.folders, self._bootstrap(), name=name)
         records = SimRecordStore(self.world, identity.peer_id)
         rng = random.Random(self.rng.random())
         world = DaemonServices(network, records, wall_clock, rng, start_worker, understands)

@@ -110,14 +110,15 @@ class LlamaModel:
     """A file's weights. Raises ConfigError for a file that the library does not take.
 
     ``as_it_lies``: they are mapped, so a file larger than the memory can be computed; else they are read, after which
-    nobody needs the file, and laid out as is best for this processor.
+    nobody needs the file, and laid out as is best for this processor. ``card``: the library's handle of one.
     """
 
-    def __init__(self, path: Path, as_it_lies: bool = False) -> None:
+    def __init__(self, path: Path, as_it_lies: bool = False, card: int | None = None) -> None:
         self.library = load_library()
         self.library.errors.clear()
         params = self.library.llama_model_default_params()
-        params.n_gpu_layers = 0  # the wheel would take a card that it finds, where nothing here was tried
+        devices = (c.c_void_p * 2)(card, None)  # up to the first that is none; else it takes each card that it finds
+        params.devices = c.cast(devices, c.c_void_p)
         if as_it_lies:
             params.use_extra_bufts = False
         else:

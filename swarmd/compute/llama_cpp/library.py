@@ -40,10 +40,14 @@ FUNCTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ggml-base": {
         "ggml_get_name": (_text, _pointer),
         "ggml_backend_tensor_get": (None, _pointer, _pointer, _size, _size),
+        "ggml_backend_dev_name": (_text, _pointer),
+        "ggml_backend_dev_description": (_text, _pointer),
+        "ggml_backend_dev_memory": (None, _pointer, _pointer, _pointer),
     },
     "ggml": {
         "ggml_backend_load_all_from_path": (None, _text),
         "ggml_backend_dev_count": (_size,),
+        "ggml_backend_dev_get": (_pointer, _size),
     },
     "llama": {
         "llama_backend_init": (None,),

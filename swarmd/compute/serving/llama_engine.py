@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.hardware.device import device_description, free_memory_bytes
 from swarmd.compute.llama_cpp.blocks import LlamaBlocks, NewTokens
 from swarmd.compute.llama_cpp.context import F16, Q8_0, ComputeError, ContextSize, LlamaModel, NoRoom
 from swarmd.compute.llama_cpp.cut_file import count_bytes, temporary_cut
 from swarmd.compute.llama_cpp.cut_rules import Cut, plan_cut
+from swarmd.compute.llama_cpp.devices import Device, find_device
 from swarmd.compute.llama_cpp.library import PACKAGE, VERSION
 from swarmd.compute.llama_cpp.packed import PackedFolder
 from swarmd.compute.serving.absent_abilities import NoAdapters, NoFineTuning
@@ -61,6 +61,7 @@ class LlamaEngine:
     """See ``Engine``. ``loaded``: blocks by their numbers in the model. ``size`` is for all sessions but exact ones.
 
     Those have memory of their own, as large as they reserve: nothing that others do can change a bit of theirs.
+    ``backend`` is where the weights lie and are computed with; hidden states come and go by the processor's memory.
     """
 
     adapters = NoAdapters("models that are served as GGUF take no adapters: use a server of the model in safetensors")
@@ -75,12 +76,14 @@ class LlamaEngine:
         size: ContextSize,
         n_layers: int,
         dtype: torch.dtype,
+        backend: Device,
     ) -> None:
         self.span = Span(min(loaded), max(loaded) + 1)
         self.n_layers = n_layers
         self.hidden_size = loaded[self.span.start].model.width
         self.dtype = dtype
         self.on_block: Callable[[], None] = lambda: None
+        self._backend = backend
         self._loaded = loaded
         self._size = size
         self._is_recurrent = any(block.model.is_recurrent for block in loaded.values())
@@ -98,7 +101,7 @@ class LlamaEngine:
         """Make the memory of an exact session. Raises ComputeError where there is none."""
         n_sequences = 1 if n_rows == 1 else 2 * n_rows  # rows change places by copies
         n_bytes = n_sequences * max_tokens * sum(self._states[number].more for number in hop.blocks())
-        if n_bytes > SHARE_OF_FREE * free_memory_bytes("cpu"):
+        if n_bytes > SHARE_OF_FREE * self._backend.count_free_bytes():
             raise ComputeError(f"an exact session of {n_rows} rows of {max_tokens} tokens takes {n_bytes >> 20} MiB")
         size = replace(
             self._size,
@@ -211,10 +214,11 @@ def takes(request: LoadSpan) -> bool:
 
 def load_llama_engine(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
     """Load blocks of a packed GGUF model. Raises ConfigError."""
+    backend = find_device(request.device)
     folder = PackedFolder(Path(request.path))
     span = Span(request.start, request.end)
     cuts = {number: _plan_block(folder, number) for number in span.blocks()}
-    _check_memory(cuts.values())
+    _check_memory(cuts.values(), backend)
     size = ContextSize(
         n_tokens=N_NEW,
         n_sequences=1,
@@ -225,18 +229,19 @@ def load_llama_engine(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
     loaded = {}
     for number, cut in cuts.items():
         signals.on_part("reading blocks", number - span.start, len(span))
-        model = _load_block(folder, number, cut)
+        model = _load_block(folder, number, cut, backend)
         loaded[number] = LoadedBlock(model, cut, _measure_states(model, cut, size))
     token_bytes = sum(block.state.more for block in loaded.values())
-    n_tokens = _count_tokens(request.cache_tokens or MOST_TOKENS, token_bytes)
+    n_tokens = _count_tokens(request.cache_tokens or MOST_TOKENS, token_bytes, backend)
     size = replace(size, n_tokens=n_tokens, n_sequences=N_SEQUENCES, n_states=N_STATES, n_new=N_NEW)
-    engine = LlamaEngine(loaded, size, len(folder.packed.parts), DTYPES[request.dtype])
+    engine = LlamaEngine(loaded, size, len(folder.packed.parts), DTYPES[request.dtype], backend)
     engine.on_block = signals.on_block
     decode, prefill = first_rates(engine, engine.span, QUICK_S)
-    name, _ = device_description("cpu")
+    computes_on = backend.name if backend.handle is None else f"{backend.name}, {backend.description}"
     description = Loaded(
-        device=name,
-        numerics=f"{NAME} {PACKAGE} {VERSION} cpu x{size.n_threads} flash {request.kv_cache} {request.model[:12]}",
+        device=backend.description,
+        numerics=f"{NAME} {PACKAGE} {VERSION} {computes_on} x{size.n_threads} flash {request.kv_cache} "
+        f"{request.model[:12]}",
         weights=GGUF,
         hidden=engine.hidden_size,
         cache_bytes_per_token=max(1, token_bytes),
@@ -254,11 +259,11 @@ def _plan_block(folder: PackedFolder, number: int) -> Cut:
 
 # What a configuration says of tensors that are not here is believed of none: in a cut they are zeros, and a lie about
 # their extents would take all memory.
-def _check_memory(cuts: Iterable[Cut]) -> None:
+def _check_memory(cuts: Iterable[Cut], backend: Device) -> None:
     """Refuse weights that do not fit into what is free, with the file of one block. Raises ConfigError."""
     sizes = [sum(count_bytes(tensor.kind, tensor.shape) for tensor in cut.tensors) for cut in cuts]
     needed = sum(sizes) + max(sizes)
-    free = free_memory_bytes("cpu")
+    free = backend.count_free_bytes()
     if needed + WORKSPACE_BYTES > free:
         raise ConfigError(
             f"{needed / 2**30:.2f} GiB of weights and {WORKSPACE_BYTES >> 20} MiB to work in do not fit the "
@@ -266,10 +271,10 @@ def _check_memory(cuts: Iterable[Cut]) -> None:
         )
 
 
-def _load_block(folder: PackedFolder, number: int, cut: Cut) -> LlamaModel:
+def _load_block(folder: PackedFolder, number: int, cut: Cut, backend: Device) -> LlamaModel:
     folder.require(cut.sources, number)
     with temporary_cut(folder.packed.whole.architecture, cut, folder.reader(number)) as path:
-        return LlamaModel(path)
+        return LlamaModel(path, card=backend.handle)
 
 
 def _measure_states(model: LlamaModel, cut: Cut, size: ContextSize) -> StateBytes:
@@ -283,9 +288,9 @@ def _measure_states(model: LlamaModel, cut: Cut, size: ContextSize) -> StateByte
     return StateBytes(n_bytes[0], (n_bytes[1] - n_bytes[0]) // (N_MEASURED - 1))
 
 
-def _count_tokens(n_asked: int, token_bytes: int) -> int:
+def _count_tokens(n_asked: int, token_bytes: int, backend: Device) -> int:
     """How many tokens of all sessions there is room for. Raises ConfigError where there is none."""
-    n_fit = int(SHARE_OF_FREE * free_memory_bytes("cpu")) // max(1, token_bytes)
+    n_fit = int(SHARE_OF_FREE * backend.count_free_bytes()) // max(1, token_bytes)
     n_tokens = min(n_asked, MOST_TOKENS, n_fit)
     if n_tokens < N_NEW:
         raise ConfigError(f"memory for caches of {n_fit} tokens is free, and {N_NEW} are the least: serve fewer blocks")

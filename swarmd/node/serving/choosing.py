@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,7 +86,8 @@ async def wait_for_model(services: HostingServices, settings: Serve, lifecycle: 
     while True:
         view = services.directory.view()
         stored_models = frozenset(services.store.library.folders)
-        choice = choose_model(view.spans, view.catalog.models, settings.model, stored_models)
+        models = view.catalog.models
+        choice = choose_model(view.spans, models, settings.model, stored_models, lifecycle.unfit)
         if choice.action is not None:
             model, n_blocks = choice.action
             if settings.span is not None and settings.span.end > n_blocks:
@@ -95,6 +96,12 @@ async def wait_for_model(services: HostingServices, settings: Serve, lifecycle: 
         if lifecycle.wait_for_model(choice.reason):
             logger.warning("%s", choice.reason)
         await trio.sleep(LOOK_INTERVAL_S)
+
+
+def may_choose_another(services: HostingServices, settings: Serve, unfit: Collection[ModelId], model: ModelId) -> bool:
+    """Is a worker that may choose its model free to take another one that was not tried here?"""
+    listed = {ModelId(listed_model) for listed_model, _ in services.directory.view().catalog.models.values()}
+    return not settings.model and bool(listed - {*unfit, model})
 
 
 async def choose_blocks(

@@ -19,7 +19,13 @@ from swarmd.config import Serve
 from swarmd.errors import SwarmError
 from swarmd.net.api import TaskStatus
 from swarmd.node.serving.balancer import Balancer, BalancerServices
-from swarmd.node.serving.choosing import HostingServices, choose_blocks, fetch_blocks, wait_for_model
+from swarmd.node.serving.choosing import (
+    HostingServices,
+    choose_blocks,
+    fetch_blocks,
+    may_choose_another,
+    wait_for_model,
+)
 from swarmd.node.serving.deployment import Deployment, DeploymentEvents, serving_status, worker_status
 from swarmd.node.serving.hops import Deliver
 from swarmd.node.serving.server import Server
@@ -176,6 +182,9 @@ class Hosting:
         logger.info("moving: %s", target.reason)
         model = target.action.model
         span = target.action.span
+        if model in self.lifecycle.unfit:
+            logger.warning("not moving: it could not be loaded here: %s", self.lifecycle.unfit[model])
+            return False
         try:
             if span is None:
                 span = (await choose_blocks(services, self.settings, self.slot, self.lifecycle.limit, model)).span
@@ -193,7 +202,9 @@ class Hosting:
             return
         worker = deployment.worker.snapshot()
         n_loaded = len(deployment.placement.span) if self.settings.span is None else 0
-        if self.lifecycle.follow_worker(worker.state, worker.reason, n_loaded):
+        model = deployment.placement.model
+        may_leave = may_choose_another(self._services, self.settings, self.lifecycle.unfit, model)
+        if self.lifecycle.follow_worker(worker.state, worker.reason, n_loaded, may_leave):
             self._changed_mind.set()
         choice = self._services.choices.get(self.slot)
         if choice is not None:

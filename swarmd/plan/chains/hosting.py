@@ -52,7 +52,8 @@ class BlockLimit:
 #     a turn:   CHOOSING --> FETCHING --> LOADING <--> ONLINE --> DRAINING
 #                   |            |           |            |           |
 #                   '---FAILED---'           '---FAILED---'           |
-#                   (again in RETRY_S)   (the worker cannot load)     |
+#                   (again in RETRY_S)   (the worker cannot load:     |
+#                                     fewer blocks, then another model)
 #                                                                     |
 #     between turns:   PAUSED, while there is a reason; else the next turn <--'
 #
@@ -80,7 +81,8 @@ WORKER_STATES = {"online": HostingState.ONLINE, "failed": HostingState.FAILED}
 class HostingLifecycle:
     """One hosting's states, and what keeps it from serving (``pauses``, each with its reason).
 
-    ``coming``: what is chosen and not served yet. ``limit``: of what may be chosen.
+    ``coming``: what is chosen and not served yet. ``limit``: of what may be chosen. ``unfit``: models that could not
+    be loaded here, and why; until the daemon is started anew.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,9 @@ class HostingLifecycle:
         self.why = "has not looked yet"
         self.coming: Placement | None = None
         self.limit = BlockLimit()
+        self.unfit: dict[ModelId, str] = {}
         self._next: Placement | None = None
+        self._deployed: Placement | None = None
         self.pauses: dict[ServingPause, str] = {}
 
     def _enter(self, state: HostingState, why: str) -> None:
@@ -115,12 +119,19 @@ class HostingLifecycle:
         self._next = placement
         return True
 
-    def follow_worker(self, worker_state: str, reason: str, n_loaded: int) -> bool:
-        """Note how the worker of this turn fares. ``n_loaded``: blocks of which it may get fewer; 0: they are fixed."""
+    def follow_worker(self, worker_state: str, reason: str, n_loaded: int, may_leave: bool = False) -> bool:
+        """Note how the worker of this turn fares. ``n_loaded``: blocks of which it may get fewer; 0: they are fixed.
+
+        ``may_leave``: another model could be served instead.
+        """
         if self.state is not HostingState.DRAINING:
             self._enter(WORKER_STATES.get(worker_state, HostingState.LOADING), reason)
         if worker_state == "failed" and n_loaded > 1:  # a device may have less memory than the machine
             self.limit = BlockLimit(n_loaded // 2, f"not {n_loaded}, since {reason}")
+            return True
+        if worker_state == "failed" and may_leave and self._deployed is not None:
+            self.unfit[self._deployed.model] = reason
+            self.limit = BlockLimit()
             return True
         return False
 
@@ -158,6 +169,7 @@ class HostingLifecycle:
 
     def deploy(self, placement: Placement) -> None:
         """Load what is on the disk now, and serve it."""
+        self._deployed = placement
         self._enter(HostingState.LOADING, f"loading blocks {placement.span}")
 
     def drain(self, n_sessions: int) -> None:

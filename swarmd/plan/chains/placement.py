@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,11 +97,16 @@ class Rescue:
 
 
 def choose_model(
-    spans: Sequence[SpanRecord], models: Models, requested: str, cached_models: frozenset[ModelId]
+    spans: Sequence[SpanRecord],
+    models: Models,
+    requested: str,
+    cached_models: frozenset[ModelId],
+    unfit: Collection[ModelId] = (),
 ) -> Decision[tuple[ModelId, int] | None]:
     """Choose what a server that has just come serves: the model it was told (by name or hash), else the rarest one.
 
-    Among equally rare ones those come first that are on this disk already.
+    Among equally rare ones those come first that are on this disk already. ``unfit`` could not be loaded here: the
+    others come before them.
     """
     listed = {}
     for name, (model, n_blocks) in sorted(models.items()):
@@ -116,12 +121,12 @@ def choose_model(
             return Decision(None, f"waiting for the swarm's catalog to list a model {requested!r}; it lists: {names}")
         return Decision(model_and_size, f"{requested}, as --serve says")
 
-    def rarity(name: str) -> tuple[int, bool]:
+    def rank(name: str) -> tuple[bool, int, bool]:
         model, n_blocks = listed[name]
-        return min(coverage(spans, model, n_blocks)), model not in cached_models
+        return model in unfit, min(coverage(spans, model, n_blocks)), model not in cached_models
 
-    name = min(listed, key=rarity)
-    return Decision(listed[name], f"{name}: its rarest block has {count(rarity(name)[0], 'server')}")
+    name = min(listed, key=rank)
+    return Decision(listed[name], f"{name}: its rarest block has {count(rank(name)[1], 'server')}")
 
 
 def find_rescues(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,10 +16,11 @@ from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_u
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.preemption import Preempted
 from swarmd.compute.llama_cpp.context import ComputeError, ContextSize, LlamaContext, LlamaModel, TokenPlace
+from swarmd.compute.llama_cpp.devices import Device
 from swarmd.compute.llama_cpp.ends import PackedEmbedding
 from swarmd.compute.llama_cpp.gguf_header import read_header
 from swarmd.compute.llama_cpp.packed import PackedFolder, pack_file
-from swarmd.compute.serving import llama_engine, llama_sequences
+from swarmd.compute.serving import llama_sequences
 from swarmd.compute.serving.engine import Engine, LoadSignals
 from swarmd.compute.serving.engines import load_engine
 from swarmd.compute.serving.llama_sequences import REAL, SequenceCache
@@ -28,6 +30,7 @@ from swarmd.values import Span
 from swarmd.wire.history import Budget, History
 from tests.compute.llama_cpp.random_gguf import WIDTH, make_random_gguf
 
+DEVICE = os.environ.get("SWARMD_TEST_DEVICE", "")  # "vulkan" in `make prove`: a card, or Mesa's software for one
 ROUNDING = 3e-3  # of a hidden state: the library rounds keys, values and queries to float16
 N_LAYERS = 24  # four blocks of six
 
@@ -40,7 +43,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load_blocks(folder: Path, start: int, end: int, kv_cache: str = "none") -> Engine:
-    request = LoadSpan(path=str(folder), model="m" * 64, start=start, end=end, cache_tokens=1_024, kv_cache=kv_cache)
+    request = LoadSpan(
+        path=str(folder), model="m" * 64, start=start, end=end, cache_tokens=1_024, kv_cache=kv_cache, device=DEVICE
+    )
     signals = LoadSignals(lambda: None, lambda stage, done, total: None)
     loaded = load_engine(request, signals)
     assert loaded.description.numerics.endswith(f" {kv_cache} mmmmmmmmmmmm")
@@ -235,6 +240,7 @@ def converse(engine: Engine, cache: SequenceCache, between: Callable[[int], None
     return outputs
 
 
+@pytest.mark.skipif(bool(DEVICE), reason="on a card the last bits depend on where others' tokens lie: docs/models.md")
 def test_numbers_do_not_depend_on_what_others_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = load_blocks(folder, 1, 3)
     expected = converse(quiet, quiet.new_cache(quiet.span, 64), lambda step: None)
@@ -296,7 +302,7 @@ def test_an_exact_session_has_memory_of_its_own(engine: Engine, monkeypatch: pyt
     other = engine.new_cache(engine.span, 64, is_exact=True)
     other.restore_untrusted(exact.export_state(), exact, 2, 9)
     assert torch.equal(put(engine, other, hidden(2, 1, 3)), put(engine, exact, hidden(2, 1, 3)))
-    monkeypatch.setattr(llama_engine, "free_memory_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(Device, "count_free_bytes", lambda device: 1 << 20)
     with pytest.raises(ComputeError, match="an exact session of 1 rows of 4096 tokens takes"):
         put(engine, engine.new_cache(engine.span, 4_096, is_exact=True), hidden(1, 1))
 

@@ -17,8 +17,9 @@ from swarmd.errors import ConfigError
 from swarmd.node.serving.deployment import DRAIN_S, GRACE_S
 from swarmd.node.serving.hosting import Hosting
 from swarmd.plan.chains.hosting import HostingState
+from swarmd.plan.chains.placement import Target
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
-from swarmd.values import Span
+from swarmd.values import Decision, Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
 
@@ -117,6 +118,24 @@ async def test_a_worker_that_ends_is_loading_again_not_online(virtual_time: Mock
         await until(served, HostingState.LOADING)
         assert "killed" in served.lifecycle.why
         await until(served, HostingState.ONLINE)
+
+
+async def test_a_model_that_cannot_be_loaded_here_is_left_for_another_one(virtual_time: MockClock) -> None:
+    with trio.fail_after(10_000):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 4, seed=5)
+            unloadable = swarm.list_unloadable("first of all names", 3)
+            (chooser,) = swarm.daemons[await swarm.add(Span(0, 4), is_fixed=False, model="")][0].hosts
+            (told,) = swarm.daemons[await swarm.add(Span(0, 3), model=unloadable)][0].hosts
+            await until(chooser, HostingState.ONLINE)
+            assert chooser.records()[0]["model"] == swarm.model
+            assert chooser.lifecycle.unfit == {unloadable: "no code for this model"}
+            await until(told, HostingState.FAILED)
+            await trio.sleep(600)
+            assert told.lifecycle.why == "no code for this model", "it was told what to serve"
+            back = Decision(Target(unloadable, None), "nobody holds its blocks")
+            assert not await chooser._move(back), "no gap makes it come back"
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_model_of_that_name_is_the_one_that_is_drained(virtual_time: MockClock) -> None:

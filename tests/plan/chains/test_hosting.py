@@ -105,6 +105,14 @@ def test_a_worker_that_cannot_load_gets_half_the_blocks_where_they_are_not_given
     assert loading.state is HostingState.FAILED
 
 
+def test_a_model_that_cannot_be_loaded_is_left_where_another_may_be_served(loading: HostingLifecycle) -> None:
+    assert loading.follow_worker("failed", "no memory", 4, may_leave=True)
+    assert not loading.unfit, "fewer blocks are tried first"
+    assert loading.follow_worker("failed", "no memory", 1, may_leave=True)
+    assert loading.unfit == {BLOCKS.model: "no memory"}
+    assert loading.limit == BlockLimit(), "another model's blocks may be smaller"
+
+
 def test_a_worker_that_ended_is_loading_again(loading: HostingLifecycle) -> None:
     loading.follow_worker("online", "loaded", 4)
     assert not loading.follow_worker("down", "the worker ended: killed", 4)
