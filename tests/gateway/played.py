@@ -65,8 +65,10 @@ class PlayedSession(ChainSession):
 
     served_logits = None
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.played = Statistics()
+        self.max_tokens = max_tokens
+        self.n_tokens = 0
 
     @property
     def statistics(self) -> Statistics:
@@ -83,6 +85,10 @@ class PlayedSession(ChainSession):
     async def step(self, step: StepInput) -> torch.Tensor:
         await trio.lowlevel.checkpoint()
         assert step.hidden is not None
+        self.n_tokens += step.hidden.shape[1] - sum(edit.crop for edit in step.edits)
+        assert self.n_tokens <= self.max_tokens, "as servers have it"
+        assert step.positions is not None
+        assert step.positions[0, -1] + 1 == self.n_tokens
         return step.hidden
 
 
@@ -96,7 +102,7 @@ class PlayedSwarm:
         return "none"
 
     async def open_session(self, terms: SessionOptions) -> PlayedSession:
-        self.opened.append(PlayedSession())
+        self.opened.append(PlayedSession(terms.max_tokens))
         return self.opened[-1]
 
     async def close_session(self, session: PlayedSession) -> None:

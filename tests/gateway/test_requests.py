@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from swarmd.gateway.generation import kept_sessions
 from swarmd.gateway.generation.ending import read_end_tokens
 from tests.gateway.played import CHATML, LONGEST, played_gateway
 from tests.gateway.vocabularies import spm, unigram, word_piece
@@ -350,6 +351,30 @@ async def test_a_mistake_of_ours_ends_a_stream_with_an_error_event(
         last = [line for line in answer.text.splitlines() if line.startswith("data: ")][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
     nothing_breaks_behind_a_guard.clear()
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
+async def test_an_answer_that_outgrows_its_session_goes_on_in_a_larger_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_up: bool
+) -> None:
+    def count_on(token: int) -> torch.Tensor:
+        logits = torch.zeros(2_048)
+        logits[1_000 + (token + 1) % (7 if looks_up else 900)] = 40.0
+        return logits
+
+    asked = {"prompt": "One two three", "max_tokens": 300, "temperature": 0, "logprobs": 0}
+    async with played_gateway(tmp_path, count_on, can_crop=looks_up) as played:
+        expected = (await played.post("/v1/completions", **asked)).json()
+        assert len(played.swarm.opened) == 1
+    monkeypatch.setattr(kept_sessions, "FIRST_TOKENS", 8)
+    monkeypatch.setattr(kept_sessions, "HEADROOM_TOKENS", 4)
+    async with played_gateway(tmp_path, count_on, can_crop=looks_up) as played:
+        given = (await played.post("/v1/completions", **asked)).json()
+        rooms = [session.max_tokens for session in played.swarm.opened]
+        assert len(rooms) > 3
+        assert rooms == sorted(rooms)
+    assert given["choices"] == expected["choices"]
+    assert given["usage"] == expected["usage"]
 
 
 async def test_what_another_key_asked_before_is_not_told(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import torch
 import trio
 from tokenizers import Tokenizer
 
@@ -23,7 +24,7 @@ from swarmd.gateway.generation.answer import Answer, AnswerDelta, AnswerOptions
 from swarmd.gateway.generation.ending import read_end_tokens
 from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.kept_sessions import KeptSession
-from swarmd.gateway.generation.row import GenerationRow, RowReport
+from swarmd.gateway.generation.row import AllTokens, GenerationRow, RowReport
 from swarmd.gateway.generation.schema_trials import Grammars
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.turns import Turns
@@ -32,7 +33,6 @@ from swarmd.values import ModelId
 
 logger = logging.getLogger(__name__)
 
-HEADROOM_TOKENS = 1_024  # of a session beyond what was asked for: the next turns of a conversation
 SWEEP_INTERVAL_S = 15.0  # between two looks for sessions that were kept long enough
 CLOSE_WITHIN_S = 2.0  # to tell the servers of a session that it is over, whatever happens
 
@@ -132,7 +132,10 @@ class GenerationEngine:
         try:
             work = await self.head(row)
             while work.embedded is not None:
-                hidden = await row.step(work.ids, work.embedded)
+                ids, embedded = work.ids, work.embedded
+                if row.start + len(ids) > row.max_tokens:
+                    ids, embedded = await self._enlarge(row, ids)
+                hidden = await row.step(ids, embedded)
                 report.prefilled_s = report.prefilled_s or trio.current_time() - began_at
                 offer = row.offer(self.head.checks)
                 work = await self.head(row, hidden, row.session.layer_arity, offer)
@@ -164,17 +167,31 @@ class GenerationEngine:
         return row
 
     async def _open(self, options: AnswerOptions) -> GenerationRow:
+        room = keeping.choose_room(len(options.prompt), options.max_tokens, self.ends.max_tokens)
+        return self._make_row(await self._open_session(room), room, options)
+
+    async def _enlarge(self, row: GenerationRow, ids: list[int]) -> tuple[list[int], torch.Tensor]:
+        """Have a row go on in a larger session; returns its tokens and those to send next, and all of them embedded."""
+        tokens = [*row.tokens[: row.start], *ids]
+        n_more = row.answer.options.max_tokens - row.answer.n_tokens
+        room = keeping.choose_room(len(tokens), n_more, self.ends.max_tokens)
+        old = row.session
+        row.go_on_in(await self._open_session(room), room)
+        await self._close(old)
+        work = await self.head(AllTokens(tokens))
+        assert work.embedded is not None
+        return tokens, work.embedded
+
+    async def _open_session(self, room: int) -> ChainSession:
         """Open a session; where servers are full, once more without those that are kept."""
-        room = min(self.ends.max_tokens, len(options.prompt) + options.max_tokens + HEADROOM_TOKENS)
         # Kept sessions hold cache that a new one may need. They are a courtesy; a request that waits is not.
         try:
-            session = await self._swarm.open_session(self._options_for(room))
+            return await self._swarm.open_session(self._options_for(room))
         except SwarmError:
             if not self._kept:
                 raise
             await self._give_back(self._kept)
-            session = await self._swarm.open_session(self._options_for(room))
-        return self._make_row(session, room, options)
+            return await self._swarm.open_session(self._options_for(room))
 
     def _make_row(
         self, session: ChainSession, room: int, options: AnswerOptions, tokens: tuple[int, ...] = ()

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 KEPT_FOR_S = 300.0  # half of what a server grants a silent session
 MOST_KEPT = 16  # of one model: each holds room for its tokens on every server of its chain
 LEAST_SHARED = 8  # tokens: fewer are prefilled as fast as a session is cropped
+FIRST_TOKENS = 2_048  # of an answer are reserved at first, however long it may become
+HEADROOM_TOKENS = 1_024  # for the next turn of a conversation; and half of what there is, for those after it
+LEAST_TOKENS = 256  # of an answer that a kept session has room for: the rest is got when it is needed
 LEAST_SHARE = 0.5  # of a kept session's tokens: cutting off more would rob another conversation of its cache
 
 
@@ -36,6 +39,14 @@ class KeptSession:
     key: str = ""
 
 
+# Answers may become as long as the context, and few do. Room for all of it, on every server of a chain, would keep out
+# others; so a session begins with less, and its conversation goes on in a larger one when it is full. As each is half
+# again as large as what it begins with, tokens are sent anew about twice at most on average.
+def choose_room(n_tokens: int, n_more: int, most: int) -> int:
+    """For how many tokens a session is opened that begins with ``n_tokens``, of an answer of up to ``n_more``."""
+    return min(most, n_tokens + min(n_more, FIRST_TOKENS) + HEADROOM_TOKENS + n_tokens // 2)
+
+
 def count_shared(a: Sequence[int], b: Sequence[int]) -> int:
     """Count the tokens that two sequences begin with in common."""
     n = min(len(a), len(b))
@@ -48,10 +59,10 @@ def choose_session(
     """Choose the session to go on with, and say how many of the prompt's tokens it has; None: begin anew.
 
     At least one token is left to send, since an answer begins with what comes after it. A session that has no room
-    for the prompt and ``n_more`` tokens is none. Nor is another key's: how many tokens it has in common with a prompt
+    for the prompt and the first of ``n_more`` tokens is none. Nor is another key's: how many tokens it has in common with a prompt
     would tell what others wrote, and going on with it would take it away from them.
     """
-    n_needed = len(prompt) + n_more
+    n_needed = len(prompt) + min(n_more, LEAST_TOKENS)
     matches: list[tuple[int, KeptSession]] = []
     for session in sessions:
         if session.key != key or session.max_tokens < n_needed:

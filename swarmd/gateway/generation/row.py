@@ -35,6 +35,18 @@ class RowReport:
     doubts: list[Doubt] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class AllTokens:
+    """Asks the head to embed tokens that are all sent anew, from the first position on (a ``HeadClient``)."""
+
+    tokens: list[int]
+    start: int = 0
+
+    def decide(self, logits: torch.Tensor | None) -> list[int]:
+        """Return them: there is nothing to decide."""
+        return self.tokens
+
+
 class GenerationRow:
     """An answer that grows over a session. ``tokens`` are in its cache, the last ``crop`` of them no longer wanted.
 
@@ -57,9 +69,22 @@ class GenerationRow:
         self.key = answer.options.key
         self._vocabulary = vocabulary if are_enough(answer.options.n_needed) else 0
         self._prompt = answer.options.prompt
-        self._n_repairs = len(session.statistics.repairs)
-        self._n_logits = session.statistics.n_logits
-        self._n_doubts = len(session.statistics.doubts)
+        self._note_before()
+
+    def _note_before(self) -> None:
+        """Remember what the session's statistics hold of others' tokens."""
+        statistics = self.session.statistics
+        self._n_repairs = len(statistics.repairs)
+        self._n_logits = statistics.n_logits
+        self._n_doubts = len(statistics.doubts)
+
+    def go_on_in(self, session: ChainSession, max_tokens: int) -> None:
+        """Have another session, which knows nothing yet, in place of the one so far."""
+        self.session = session
+        self.max_tokens = max_tokens
+        self.tokens = []
+        self.crop = 0
+        self._note_before()
 
     @property
     def start(self) -> int:

@@ -7,6 +7,7 @@ from swarmd.gateway.generation.kept_sessions import (
     MOST_KEPT,
     KeptSession,
     choose_expired,
+    choose_room,
     choose_session,
     count_shared,
 )
@@ -29,6 +30,13 @@ def test_a_token_is_left_to_send_when_the_prompt_is_all_there() -> None:
 
 def test_a_session_without_room_is_none() -> None:
     assert choose_session([kept("full", range(30), max_tokens=65)], range(60), 10) is None
+
+
+def test_an_answer_that_may_be_as_long_as_the_context_leaves_room_to_others() -> None:
+    assert choose_room(100, 16, most=131_072) == 100 + 16 + 1_024 + 50
+    assert choose_room(12_000, 119_000, most=131_072) == 12_000 + 2_048 + 1_024 + 6_000
+    assert choose_room(100_000, 31_072, most=131_072) == 131_072
+    assert choose_session([kept("small", range(30), max_tokens=400)], range(60), 100_000) is not None
 
 
 def test_another_conversation_that_only_begins_alike_keeps_its_cache() -> None:
