@@ -98,7 +98,9 @@ class LlamaEngine:
         return SequenceCache(hop, self._is_recurrent, open_pool)
 
     def _open_private(self, hop: Span, max_tokens: int, n_rows: int) -> PrivatePool:
-        """Make the memory of an exact session. Raises ComputeError where there is none."""
+        """Make the memory of an exact session. Raises ComputeError where there is none, and on a card."""
+        if self._backend.handle is not None:
+            raise ComputeError(f"exact sessions are computed on processors only, not on {self._backend.name}")
         n_sequences = 1 if n_rows == 1 else 2 * n_rows  # rows change places by copies
         n_bytes = n_sequences * max_tokens * sum(self._states[number].more for number in hop.blocks())
         if n_bytes > SHARE_OF_FREE * self._backend.count_free_bytes():
