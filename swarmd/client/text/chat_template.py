@@ -13,12 +13,14 @@ from typing import Any
 from jinja2 import meta
 
 from swarmd.client.text.past_calls import LONG_PROBE_ID, PROBE_ID, probe_turns, rewrite_calls, wants_text
+from swarmd.client.text.turn_order import TurnRules, order_turns
 
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"
 SPECIAL = (WITH_TOOLS, "rag")  # names that Hugging Face gives to templates for something else than plain conversations
 OWN_ARGUMENTS = ("add_generation_prompt", "continue_final_message")  # what ``prompts`` says beside the messages
 PROBE = "written by the user"  # a text that is looked for in what a template makes of it
+PROBE_NOTE = "written by the system, later"
 PROBE_ARGUMENTS = {"text": PROBE}
 PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
 
@@ -26,7 +28,8 @@ PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "
 # Templates are programs, and families differ in what they expect. Nothing declares it, so it is found out by trying:
 # PROBE is put into a message, and looked for in the text that the template writes. A template that loses a plain string
 # and shows a list of parts takes parts. What it writes right behind an assistant's turn ends that model's answers.
-# Calls that were made before are tried alike, with arguments in both forms, and with a long id and a short one.
+# Calls that were made before are tried alike, with arguments in both forms, and with a long id and a short one; so are
+# a system's turns at the beginning and later, and two of a user's in a row.
 # Variables are read from the template's syntax tree: what it does not name is not passed, so that a user's option never
 # reaches an argument of the library's by the same name.
 class ChatTemplate:
@@ -46,6 +49,7 @@ class ChatTemplate:
         """A conversation as tokens. Raises ConfigError for a past call, and whatever the template raises."""
         accepted = {*OWN_ARGUMENTS, *self._template_variables}
         passed_options = {name: value for name, value in options.items() if name in accepted}
+        messages = order_turns(messages, self._turn_rules)
         if any("tool_calls" in message for message in messages):
             messages = rewrite_calls(messages, self._takes_text_arguments, self._takes_short_ids)
         if self._takes_parts:
@@ -115,7 +119,20 @@ class ChatTemplate:
     def _takes_parts(self) -> bool:
         """Does it read a message's content as a list of parts, and lose a plain text?"""
         plain = {"role": "user", "content": PROBE}
-        return not self._shows_probe(plain) and self._shows_probe(_in_parts(plain))
+        shows_text = PROBE in self._render_turns([plain], True)
+        return not shows_text and PROBE in self._render_turns([_in_parts(plain)], True)
+
+    @cached_property
+    def _turn_rules(self) -> TurnRules:
+        """Which turns does it take: a system's, later ones, two of a user's in a row?"""
+        probe = {"role": "system", "content": PROBE}
+        user = {"role": "user", "content": "?"}
+        reply = {"role": "assistant", "content": "!"}
+        return TurnRules(
+            takes_system=self._shows_probe(probe, user),
+            takes_notes=self._shows_probe(probe, user, reply, user, {**probe, "content": PROBE_NOTE}, shown=PROBE_NOTE),
+            takes_runs=self._shows_probe(user, {**user, "content": PROBE}),
+        )
 
     @cached_property
     def _takes_text_arguments(self) -> bool:
@@ -136,8 +153,8 @@ class ChatTemplate:
             turns = [_in_parts(turn) for turn in turns]
         return self._render_turns(turns, True, [PROBE_TOOL])
 
-    def _shows_probe(self, message: dict[str, Any]) -> bool:
-        return PROBE in self._render_turns([message], True)
+    def _shows_probe(self, *turns: dict[str, Any], shown: str = PROBE) -> bool:
+        return shown in self._render_turns([_in_parts(turn) for turn in turns] if self._takes_parts else [*turns], True)
 
     def _render_turns(
         self,

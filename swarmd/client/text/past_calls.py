@@ -62,13 +62,26 @@ def _rewrite_call(call: dict[str, Any], as_text: bool, has_short_ids: bool) -> d
     if arguments in (None, ""):  # of a function that takes none
         arguments = {}
     if as_text:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        arguments = _write_json(arguments)
     else:
         arguments = _read_object(arguments, str(function.get("name")))
     changed = {**call, "function": {**function, "arguments": arguments}}
     if has_short_ids and isinstance(call.get("id"), str):
         changed["id"] = _short_id(call["id"])
     return changed
+
+
+def _write_json(arguments: Any) -> str:
+    """Write arguments with the blanks that models write, for some programs send them back without any.
+
+    So what the model wrote is found in its cache. A text that is no JSON stays as it is.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return str(arguments)
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _read_object(arguments: Any, name: str) -> dict[str, Any]:
