@@ -15,6 +15,7 @@ from starlette.routing import Route
 from swarmd.gateway.apis import anthropic, openai, refusals, responses, schema
 from swarmd.gateway.apis.openapi import openapi
 from swarmd.gateway.apis.refusals import ApiError
+from swarmd.gateway.apis.skipped import Skipped
 from swarmd.gateway.apis.streams import (
     Emit,
     EventStream,
@@ -41,7 +42,7 @@ class ApiForm(NamedTuple):
     """One API: how its requests are read, what they ask of the model, and how answers and errors are written."""
 
     request: type[Any]
-    parse: Callable[[Any, str], Sequence[GenerationRequest]]
+    parse: Callable[[Any, str, Skipped], Sequence[GenerationRequest]]
     answer: Callable[[Sequence[PreparedRequest], Any], Awaitable[dict[str, Any]]]
     stream: Callable[[Sequence[PreparedRequest], Any, Emit], Awaitable[None]]
     fail: Callable[[Emit, ApiError], Awaitable[None]] = openai.emit_error
@@ -57,8 +58,8 @@ def _single_prompt_form(
 ) -> ApiForm:
     """Make the form of an API whose requests have one prompt each."""
 
-    def parse_one(body: Any, key: str) -> list[GenerationRequest]:
-        return [parse(body, key)]
+    def parse_one(body: Any, key: str, skipped: Skipped) -> list[GenerationRequest]:
+        return [parse(body, key, skipped)]
 
     def answer_one(prepared_requests: Sequence[PreparedRequest], body: Any) -> Any:
         return answer(prepared_requests[0], body)
@@ -193,11 +194,12 @@ class Gateway:
     # --- answers -----------------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, key: str, form: ApiForm) -> Response:
-        body = schema.decode_request(await read_body(request), form.request)
-        prepared_requests = await self._prepare_all(request, form.parse(body, key))
+        skipped = Skipped()
+        body = schema.decode_request(await read_body(request), form.request, skipped)
+        prepared_requests = await self._prepare_all(request, form.parse(body, key, skipped))
         if body.stream:
-            return EventStream(lambda emit: form.stream(prepared_requests, body, emit), form.fail)
-        return WholeAnswer(lambda: form.answer(prepared_requests, body), form.refuse)
+            return EventStream(lambda emit: form.stream(prepared_requests, body, emit), form.fail, skipped.headers)
+        return WholeAnswer(lambda: form.answer(prepared_requests, body), form.refuse, skipped.headers)
 
     async def _prepare_all(self, request: Request, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
         """Prepare what one request asks for, as long as its client is connected. Raises ApiError."""
@@ -213,10 +215,11 @@ class Gateway:
         return prepared_requests
 
     async def _count(self, request: Request, key: str) -> Response:
-        body = schema.decode_request(await read_body(request), anthropic.MessagesRequest)
+        skipped = Skipped()
+        body = schema.decode_request(await read_body(request), anthropic.MessagesRequest, skipped)
         engine = await self.models.load_engine(body.model)
-        prompt = await make_prompt(engine, anthropic.parse_request(body, key))
-        return json_response({"input_tokens": len(prompt.ids)})
+        prompt = await make_prompt(engine, anthropic.parse_request(body, key, skipped))
+        return json_response({"input_tokens": len(prompt.ids)}, headers=skipped.headers)
 
 
 def explain_missing_path(method: str, path: str) -> ApiError:

@@ -119,6 +119,7 @@ class PlayedPrompts:
         self._template = ChatTemplate(self._tokenizer)
         self.has_template = bool(template)
         self.shows_tools = "tools" in template
+        self.made: list[Prompt] = []
 
     async def __aenter__(self) -> PlayedPrompts:
         return self
@@ -137,7 +138,8 @@ class PlayedPrompts:
         if "error" in reply:
             raise ConfigError(reply["error"])
         ends = frozenset(reply.get("ends", ()))
-        return Prompt(tuple(reply["ids"]), reply.get("tail", ""), ends)
+        self.made.append(Prompt(tuple(reply["ids"]), reply.get("tail", ""), ends))
+        return self.made[-1]
 
 
 class PlayedModels:
@@ -164,9 +166,19 @@ class PlayedGateway:
     engine: GenerationEngine
     swarm: PlayedSwarm
     keys: Keys
+    prompts: PlayedPrompts
+    session_kind: type[PlayedSession] = PlayedSession
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.http.post(path, json={"model": MODEL, **body})
+
+    async def read_prompt(self, path: str, **body: Any) -> str:
+        """What the model is given for a request, as text."""
+        n_asked = len(self.prompts.made)
+        answer = await self.post(path, **body)
+        assert answer.status_code == 200, answer.text
+        (prompt,) = self.prompts.made[n_asked:]
+        return str(self.engine.tokenizer.decode(list(prompt.ids), skip_special_tokens=False))
 
     async def chat(self, **body: Any) -> httpx.Response:
         turns = [{"role": "user", "content": "Say hello."}]
@@ -200,5 +212,5 @@ async def played_gateway(
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.run)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
-            yield PlayedGateway(http, engine, swarm, keys)
+            yield PlayedGateway(http, engine, swarm, keys, prompts)
         nursery.cancel_scope.cancel()

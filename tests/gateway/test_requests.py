@@ -98,8 +98,6 @@ async def test_what_clients_send_by_default_is_taken(tmp_path: Path, client: str
         ({"repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"repeat_penalty": 0}, "repeat_penalty"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"typical_p": 0.5}, "typical_p"),
     ],
 )
 async def test_what_asks_for_something_is_refused_by_name(tmp_path: Path, body: dict[str, Any], param: str) -> None:
@@ -349,7 +347,7 @@ async def test_a_mistake_of_ours_ends_a_stream_with_an_error_event(
     async with played_gateway(tmp_path, logits_after=broken) as played:
         answer = await played.chat(stream=True)
         last = [line for line in answer.text.splitlines() if line.startswith("data: ")][-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "overloaded_error", "ask again"
     nothing_breaks_behind_a_guard.clear()
 
 
@@ -358,8 +356,8 @@ async def test_an_answer_that_outgrows_its_session_goes_on_in_a_larger_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_up: bool
 ) -> None:
     def count_on(token: int) -> torch.Tensor:
-        logits = torch.zeros(2_048)
-        logits[1_000 + (token + 1) % (7 if looks_up else 900)] = 40.0
+        logits = torch.zeros(1_024)
+        logits[100 + (token + 1) % (7 if looks_up else 900)] = 40.0
         return logits
 
     asked = {"prompt": "One two three", "max_tokens": 300, "temperature": 0, "logprobs": 0}

@@ -61,10 +61,7 @@ def _rewrite_call(call: dict[str, Any], as_text: bool, has_short_ids: bool) -> d
     arguments = function.get("arguments")
     if arguments in (None, ""):  # of a function that takes none
         arguments = {}
-    if as_text:
-        arguments = _write_json(arguments)
-    else:
-        arguments = _read_object(arguments, str(function.get("name")))
+    arguments = _write_json(arguments) if as_text else _read_object(arguments, str(function.get("name")))
     changed = {**call, "function": {**function, "arguments": arguments}}
     if has_short_ids and isinstance(call.get("id"), str):
         changed["id"] = _short_id(call["id"])

@@ -14,10 +14,16 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from swarmd.gateway.apis import streams
-from swarmd.gateway.apis.openai import CollectedAnswer, make_tool, read_schema, thinking_options
+from swarmd.gateway.apis.openai import (
+    CollectedAnswer,
+    format_warnings,
+    make_tool,
+    read_result,
+    read_schema,
+    thinking_options,
+)
 from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
-from swarmd.gateway.apis.responses import is_web_search
 from swarmd.gateway.apis.schema import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -28,6 +34,7 @@ from swarmd.gateway.apis.schema import (
     Share,
     Stop,
 )
+from swarmd.gateway.apis.skipped import Skipped
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
@@ -35,6 +42,7 @@ from swarmd.gateway.generation.row import RowReport
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 BUSY = {429: "rate_limit_error", 503: "overloaded_error"}
+NEEDED = ("image", "document")  # what is said in them would be missed, and nobody would know why
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -56,22 +64,23 @@ class MessagesRequest(msgspec.Struct):
     output_config: JsonObject | None = None
 
 
-def parse_for_answer(request: MessagesRequest, key: str) -> GenerationRequest:
+def parse_for_answer(request: MessagesRequest, key: str, skipped: Skipped) -> GenerationRequest:
     """Read a request that wants an answer, for which ``max_tokens`` is required. Raises ApiError."""
     if request.max_tokens is None:
         raise bad_request("max_tokens is missing", "max_tokens")
-    return parse_request(request, key)
+    return parse_request(request, key, skipped)
 
 
-def parse_request(request: MessagesRequest, key: str) -> GenerationRequest:
+def parse_request(request: MessagesRequest, key: str, skipped: Skipped) -> GenerationRequest:
     """Translate a request, to be answered or only counted. Raises ApiError for what is not done here."""
-    tools = tuple(_read_tool(tool) for tool in request.tools or () if not is_web_search(tool))
+    tools = _read_tools(request, skipped)
     choice = request.tool_choice or {"type": "auto"}
     kind = str(choice.get("type"))
     tool_choice = f"={choice.get('name')}" if kind == "tool" else CHOICES.get(kind)
     if tool_choice is None:
         raise bad_request("tool_choice.type is auto, any, tool or none", "tool_choice")
-    messages = _read_messages(request)
+    messages = _read_messages(request, skipped)
+    effort = (request.output_config or {}).get("effort")
     return GenerationRequest(
         model=request.model,
         sampled=SamplingFields(
@@ -83,10 +92,10 @@ def parse_request(request: MessagesRequest, key: str) -> GenerationRequest:
         tools=tools,
         tool_choice=tool_choice if tools else "none",
         several_calls=choice.get("disable_parallel_tool_use") is False,
-        template=thinking_options(request.thinking),
+        template=thinking_options(request.thinking, effort if isinstance(effort, str) else None),
         continues=messages[-1]["role"] == "assistant",
-        is_most=True,
         key=key,
+        skipped=skipped.told,
     )
 
 
@@ -101,7 +110,7 @@ def _read_schema(config: JsonObject | None) -> JsonObject | None:
     return read_schema(nested, "output_config")
 
 
-def _read_messages(request: MessagesRequest) -> list[JsonObject]:
+def _read_messages(request: MessagesRequest, skipped: Skipped) -> list[JsonObject]:
     turns: list[JsonObject] = []
     if request.system:
         turns.append({"role": "system", "content": _read_text(request.system, "system")})
@@ -110,24 +119,16 @@ def _read_messages(request: MessagesRequest) -> list[JsonObject]:
         role = turn.get("role")
         content = turn.get("content")
         if role == "system" and isinstance(content, str | list):
-            _fold_note(turns, _read_text(content, where))
+            turns.append({"role": "system", "content": _read_text(content, where)})
             continue
         if role not in ("user", "assistant") or not isinstance(content, str | list):
             raise bad_request(f"{where}: expected the role user, assistant or system, and content", where)
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        turns += _read_turns(role, blocks, where)
+        turns += _read_turns(role, blocks, where, skipped)
     return turns
 
 
-def _fold_note(turns: list[JsonObject], text: str) -> None:
-    """Put a system's note among the turns into the user's: templates take one system turn, and first."""
-    if turns and turns[-1]["role"] == "user":
-        turns[-1]["content"] = f"{turns[-1]['content']}\n\n{text}"
-    else:
-        turns.append({"role": "user", "content": text})
-
-
-def _read_turns(role: str, blocks: list[Any], where: str) -> list[JsonObject]:
+def _read_turns(role: str, blocks: list[Any], where: str, skipped: Skipped) -> list[JsonObject]:
     """Split one message into turns: results of tools are turns of their own, and come first."""
     results: list[JsonObject] = []
     texts: list[str] = []
@@ -140,11 +141,13 @@ def _read_turns(role: str, blocks: list[Any], where: str) -> list[JsonObject]:
             function = {"name": str(block.get("name", "")), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            content = _read_text(block.get("content") or "", where)
+            content = read_result(block.get("content"), where, skipped)
             call_id = str(block.get("tool_use_id", ""))
             results.append({"role": "tool", "content": content, "tool_call_id": call_id})
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind in NEEDED or not isinstance(kind, str):
             raise bad_request(f"{where}: blocks of type {str(kind)[:32]!r} are not supported here", where)
+        elif kind not in ("thinking", "redacted_thinking"):
+            skipped.add(f"{where}: a block of type {kind}")
     if results and not texts and not calls:
         return results
     turn: JsonObject = {"role": role, "content": "".join(texts)}
@@ -162,11 +165,32 @@ def _read_text(content: str | list[Any], where: str) -> str:
     return "\n".join(texts)
 
 
-def _read_tool(tool: JsonObject) -> JsonObject:
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise bad_request(f"tools: {str(kind)[:32]!r} is not supported here: only tools with a schema", "tools")
-    return make_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+def _read_tools(request: MessagesRequest, skipped: Skipped) -> tuple[JsonObject, ...]:
+    """Read the tools that a client runs; those of a server's, and those put off, are skipped. Raises ApiError.
+
+    A tool that is put off counts from when a result has named it, as Claude Code's search for tools does.
+    """
+    found = _names_found(request.messages)
+    tools = []
+    for tool in request.tools or ():
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            skipped.add(f"a tool of type {kind}")
+        elif tool.get("defer_loading") is not True or tool.get("name") in found:
+            tools.append(make_tool(tool.get("name"), tool.get("description"), tool.get("input_schema")))
+    return tuple(tools)
+
+
+def _names_found(messages: list[JsonObject]) -> set[str]:
+    """Return the names of tools that results refer to."""
+    blocks = [block for turn in messages for block in _parts_of(turn)]
+    parts = [part for block in blocks if block.get("type") == "tool_result" for part in _parts_of(block)]
+    return {str(part.get("tool_name")) for part in parts if part.get("type") == "tool_reference"}
+
+
+def _parts_of(holder: JsonObject) -> list[JsonObject]:
+    content = holder.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -180,6 +204,12 @@ def _format_usage(report: RowReport) -> dict[str, int]:
 
 def _new_message(model: str) -> JsonObject:
     return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+
+
+def _warn(prepared: PreparedRequest) -> JsonObject:
+    """Say what of a request was left out, if anything was."""
+    warnings = format_warnings(prepared.request)
+    return {"swarmd": {"warnings": warnings}} if warnings else {}
 
 
 def _new_call(part: AnswerPart) -> JsonObject:
@@ -196,7 +226,7 @@ async def answer_message(prepared: PreparedRequest, request: MessagesRequest) ->
     if answer.content or not answer.calls:
         content.append({"type": "text", "text": answer.content})
     content += [{**_new_call(part), "input": _parse_arguments(part)} for part in answer.calls]
-    message = {**_new_message(request.model), "content": content}
+    message = {**_new_message(request.model), "content": content, **_warn(prepared)}
     return {**message, **_stop_reason(answer), "usage": _format_usage(report)}
 
 
@@ -257,7 +287,8 @@ async def stream_message(prepared: PreparedRequest, request: MessagesRequest, em
 
     empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None}
     usage = _format_usage(RowReport(len(prepared.options.prompt)))
-    opening = {**_new_message(request.model), **empty, "usage": usage}
+    opening = {**_new_message(request.model), **empty, "usage": usage, **_warn(prepared)}
+    emit.sign_of_life = lambda: say("ping")
     await say("message_start", message=opening)
     report = await prepared.run(0, write_event)
     await close()

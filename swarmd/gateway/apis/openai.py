@@ -17,7 +17,8 @@ import trio
 
 from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
-from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, CompletionRequest, JsonObject, Tool, read_length
+from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, CompletionRequest, JsonObject, read_length
+from swarmd.gateway.apis.skipped import Skipped, note_part
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
@@ -32,6 +33,8 @@ THOUGHTS = (
     "reasoning",
     "reasoning_text",
 )  # a model's own: no template wants them back
+NO_EFFORTS = ("none", "minimal")  # of reasoning
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # for templates, which know three of them
 DONE = b"[DONE]"
 MAX_PROMPTS = 64  # of one request for completions
 
@@ -39,12 +42,12 @@ MAX_PROMPTS = 64  # of one request for completions
 # --- requests ------------------------------------------------------------------------------------------------------
 
 
-def parse_chat(request: ChatRequest, key: str) -> GenerationRequest:
+def parse_chat(request: ChatRequest, key: str, skipped: Skipped) -> GenerationRequest:
     """Translate a request for a chat. Raises ApiError for what is not done here."""
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    tools = tuple(_read_tool(tool) for tool in request.tools or ())
-    messages = [read_turn(m, i) for i, m in enumerate(request.messages)]
+    tools = _read_tools(request.tools or [], skipped)
+    messages = [read_turn(m, i, skipped) for i, m in enumerate(request.messages)]
     continues = request.continue_final_message is True
     if continues and messages[-1]["role"] != "assistant":
         raise bad_request("continue_final_message needs an assistant's message at the end", "continue_final_message")
@@ -62,14 +65,18 @@ def parse_chat(request: ChatRequest, key: str) -> GenerationRequest:
         tools=tools,
         tool_choice=read_tool_choice(request.tool_choice, bool(tools)),
         several_calls=request.parallel_tool_calls is True,
-        template={**thinking_options(request.thinking), **(request.chat_template_kwargs or {})},
+        template={
+            **thinking_options(request.thinking, request.reasoning_effort),
+            **(request.chat_template_kwargs or {}),
+        },
         continues=continues,
         begins_answer=request.add_generation_prompt is not False,
         key=key,
+        skipped=skipped.told,
     )
 
 
-def parse_completion(request: CompletionRequest, key: str) -> list[GenerationRequest]:
+def parse_completion(request: CompletionRequest, key: str, skipped: Skipped) -> list[GenerationRequest]:
     """Translate a request for continuations, one for each prompt. Raises ApiError for what is not done here."""
     if request.suffix:
         raise bad_request("suffix is not supported here: this model continues text", "suffix", "unsupported_parameter")
@@ -96,6 +103,7 @@ def parse_completion(request: CompletionRequest, key: str) -> list[GenerationReq
             wants_logprobs=request.logprobs is not None,
             n_top=request.logprobs or 0,
             key=key,
+            skipped=skipped.told,
         )
         for prompt in prompts
     ]
@@ -105,12 +113,13 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt)
 
 
-def read_turn(source: ChatMessage, index: int) -> JsonObject:
+def read_turn(source: ChatMessage, index: int, skipped: Skipped) -> JsonObject:
     """Read one message into a turn as chat templates take it. Raises ApiError."""
     where = f"messages[{index}]"
     if source.role not in ROLES:
         raise bad_request(f"{where}.role is one of {', '.join(ROLES)}, not {source.role[:32]!r}", f"{where}.role")
-    content = read_text(source.content, where)
+    is_result = source.role == "tool"
+    content = read_result(source.content, where, skipped) if is_result else read_text(source.content, where)
     turn: JsonObject = {"role": ROLES[source.role], "content": content}
     if source.tool_calls:
         turn["tool_calls"] = [_read_past_call(call, where) for call in source.tool_calls]
@@ -120,10 +129,15 @@ def read_turn(source: ChatMessage, index: int) -> JsonObject:
     return turn
 
 
-def thinking_options(thinking: JsonObject | None) -> JsonObject:
-    """Return what a template is told of thinking: nothing, unless it is switched off."""
-    is_off = thinking is not None and thinking.get("type") == "disabled"
-    return {"enable_thinking": False, "thinking": False} if is_off else {}
+def thinking_options(thinking: JsonObject | None, effort: str | None) -> JsonObject:
+    """Return what a template is told of thinking: whether it is switched on or off, and with how much effort."""
+    kind = (thinking or {}).get("type")
+    is_off = kind == "disabled" or effort in NO_EFFORTS
+    is_on = kind in ("enabled", "adaptive") or bool(effort)
+    options: JsonObject = {"reasoning_effort": EFFORTS.get(effort, effort)} if effort else {}
+    if is_off or is_on:
+        options |= dict.fromkeys(("enable_thinking", "thinking"), not is_off)
+    return options
 
 
 def read_text(content: Any, where: str) -> str:
@@ -144,6 +158,21 @@ def read_text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
+def read_result(content: Any, where: str, skipped: Skipped) -> str:
+    """Return the text of a tool's result, with a note for each part that is none. Raises ApiError."""
+    if not isinstance(content, list):
+        return read_text(content, where)
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            texts.append(note_part(part))
+            skipped.add(f"{where}: {part.get('type') if isinstance(part, dict) else 'a part'} in a result")
+    return "\n".join(texts)
+
+
 def _read_past_call(call: JsonObject, where: str) -> JsonObject:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -151,10 +180,19 @@ def _read_past_call(call: JsonObject, where: str) -> JsonObject:
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-def _read_tool(tool: Tool) -> JsonObject:
-    if tool.type not in ("function", None):
-        raise bad_request(f"tools: only functions are supported, not {tool.type[:32]!r}", "tools")
-    return make_tool(tool.function.name, tool.function.description, tool.function.parameters)
+def _read_tools(tools: Sequence[JsonObject], skipped: Skipped) -> tuple[JsonObject, ...]:
+    """Read the functions among the tools; others, which a server would run, are skipped. Raises ApiError."""
+    functions = []
+    for tool in tools:
+        kind = tool.get("type", "function")
+        if kind != "function":
+            skipped.add(f"a tool of type {kind}")
+            continue
+        function = tool.get("function", tool)
+        if not isinstance(function, dict):
+            raise bad_request("tools: a function is an object with a name", "tools")
+        functions.append(make_tool(function.get("name"), function.get("description"), function.get("parameters")))
+    return tuple(functions)
 
 
 def make_tool(name: Any, description: Any, parameters: Any) -> JsonObject:
@@ -261,11 +299,12 @@ def format_usage(reports: Sequence[RowReport], n_prompts: int = 1) -> JsonObject
         "completion_tokens": n_written,
         "total_tokens": n_prompt + n_written,
         "prompt_tokens_details": {"cached_tokens": n_cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(report.n_reasoning for report in reports)},
     }
 
 
-def format_extra(reports: Sequence[RowReport]) -> JsonObject:
-    """Return what the page and ``swarmd chat`` show under an answer."""
+def format_extra(reports: Sequence[RowReport], request: GenerationRequest) -> JsonObject:
+    """Return what the page and ``swarmd chat`` show under an answer, and what of the request was left out."""
     last = reports[-1]
     doubts = []
     for doubt in sorted(last.doubts, key=lambda doubt: doubt.first_token):
@@ -280,7 +319,13 @@ def format_extra(reports: Sequence[RowReport]) -> JsonObject:
         "tried_ahead": last.n_drafted,
         "taken_ahead": last.n_accepted,
         "doubts": doubts,
+        "warnings": format_warnings(request),
     }
+
+
+def format_warnings(request: GenerationRequest) -> list[str]:
+    """Say in sentences what of a request was left out."""
+    return [f"{what}: skipped, as nothing here does it" for what in request.skipped]
 
 
 def make_envelope(kind: str, prefix: str, model: str) -> JsonObject:
@@ -293,7 +338,8 @@ async def answer_chat(prepared: PreparedRequest, request: ChatRequest) -> JsonOb
     answers, reports = await run_all([prepared], request.n or 1)
     choices = [_chat_choice(i, answer, prepared) for i, answer in enumerate(answers)]
     head = make_envelope("chat.completion", "chatcmpl", request.model)
-    return {**head, "choices": choices, "usage": format_usage(reports), "swarmd": format_extra(reports)}
+    extra = format_extra(reports, prepared.request)
+    return {**head, "choices": choices, "usage": format_usage(reports), "swarmd": extra}
 
 
 def _chat_choice(index: int, answer: CollectedAnswer, prepared: PreparedRequest) -> JsonObject:
@@ -332,6 +378,7 @@ def _format_logprobs(choices: Sequence[SampledToken], prepared: PreparedRequest)
 async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emit) -> None:
     """Generate an answer in pieces: role, what comes, why it ended, and the usage where it is wanted."""
     head = make_envelope("chat.completion.chunk", "chatcmpl", request.model)
+    emit.sign_of_life = lambda: write_chunk(0, {"content": ""})
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
     wants_logprobs = prepared.request.wants_logprobs
     reports: list[RowReport] = []
@@ -379,7 +426,7 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
 
     await run_together([partial(run_one, index) for index in range(request.n or 1)])
     if wants_usage:
-        totals = {"usage": format_usage(reports), "swarmd": format_extra(reports)}
+        totals = {"usage": format_usage(reports), "swarmd": format_extra(reports, prepared.request)}
         await emit.send_event({**head, "choices": [], **totals})
     await emit.send_event(DONE)
 
@@ -417,7 +464,7 @@ async def answer_completion(prepared_requests: Sequence[PreparedRequest], reques
         choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish})
     head = make_envelope("text_completion", "cmpl", request.model)
     usage = format_usage(reports, len(prepared_requests))
-    return {**head, "choices": choices, "usage": usage, "swarmd": format_extra(reports)}
+    return {**head, "choices": choices, "usage": usage, "swarmd": format_extra(reports, prepared_requests[0].request)}
 
 
 def _echo_prompt(prepared: PreparedRequest) -> str:
@@ -444,6 +491,8 @@ async def stream_completion(
 ) -> None:
     """Generate the continuation of every prompt in pieces, all at once."""
     head = make_envelope("text_completion", "cmpl", request.model)
+    silence = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
+    emit.sign_of_life = lambda: emit.send_event({**head, "choices": [silence]})
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
     n = request.n or 1
     reports: list[RowReport] = []
@@ -472,11 +521,17 @@ async def stream_completion(
 
     await run_together([partial(run_one, index) for index in range(n * len(prepared_requests))])
     if wants_usage:
-        totals = {"usage": format_usage(reports, len(prepared_requests)), "swarmd": format_extra(reports)}
+        usage_of_all = format_usage(reports, len(prepared_requests))
+        totals = {"usage": usage_of_all, "swarmd": format_extra(reports, prepared_requests[0].request)}
         await emit.send_event({**head, "choices": [], **totals})
     await emit.send_event(DONE)
 
 
 async def emit_error(emit: Emit, error: ApiError) -> None:
-    """End a stream that cannot go on."""
-    await emit.send_event(error.body)
+    """End a stream that cannot go on: in words by which agents know that they may ask again, where they may."""
+    # pi looks for "server error" in the message (0.74), qwen-code for the type (0.24); others ask again anyway.
+    error_body = error.body
+    if error.status >= 500:
+        again = {"message": f"server error: {error.message}", "type": "overloaded_error"}
+        error_body = {"error": {**error_body["error"], **again}}
+    await emit.send_event(error_body)

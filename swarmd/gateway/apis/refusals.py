@@ -49,11 +49,13 @@ def unknown_model(name: str, names: list[str]) -> ApiError:
     return ApiError(404, "invalid_request_error", message, "model", "model_not_found")
 
 
-def too_long(n_prompt: int, n_more: int, limit: int) -> ApiError:
-    """Refuse what does not fit into the model's context; all are counts of tokens."""
+# Agents shorten a conversation, and go on, if they know that it is too long: Codex by the code, pi, cn and opencode by
+# the second sentence, as OpenAI has it, Claude Code by the first one, as Anthropic has it (docs/gateway.md, "Agents").
+def too_long(n_prompt: int, limit: int) -> ApiError:
+    """Refuse a prompt that leaves no room in the model's context; both are counts of tokens."""
     message = (
-        f"this model's context is {limit} tokens; the prompt has {n_prompt}, and {n_more} more are asked for: "
-        f"shorten it, or ask for at most {max(0, limit - n_prompt)}"
+        f"prompt is too long: {n_prompt} tokens > {limit - 1} maximum. This model's maximum context length is {limit} "
+        f"tokens, and an answer takes one at least: shorten the messages, or begin a new conversation"
     )
     return bad_request(message, "messages", "context_length_exceeded")
 

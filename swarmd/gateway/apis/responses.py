@@ -9,13 +9,22 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from swarmd.gateway.apis.openai import CollectedAnswer, make_tool, read_schema, read_text, read_tool_choice
+from swarmd.gateway.apis.openai import (
+    CollectedAnswer,
+    format_warnings,
+    make_tool,
+    read_result,
+    read_schema,
+    read_text,
+    read_tool_choice,
+    thinking_options,
+)
 from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import (
@@ -27,10 +36,16 @@ from swarmd.gateway.apis.schema import (
     StreamOptions,
     read_length,
 )
+from swarmd.gateway.apis.skipped import Skipped
 from swarmd.gateway.apis.streams import Emit
 from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
 from swarmd.gateway.generation.row import RowReport
 
+FUNCTIONS = ("function", "custom")
+OFFERED_KINDS = (*FUNCTIONS, "namespace")
+TOOL_ITEMS = ("additional_tools", "tool_search_output")  # of a history, which bring tools
+SILENT_ITEMS = (*TOOL_ITEMS, "reasoning", "tool_search_call")  # a model's own, or read elsewhere
+TEXT_ARGUMENT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 FunctionNames = Mapping[tuple[str, str], str]
 """By which name a function is offered, by its namespace and its own name."""
 
@@ -53,42 +68,52 @@ class ResponsesRequest(SamplingFields):
     include: list[str] | None = None
 
 
-def parse_responses(request: ResponsesRequest, key: str) -> GenerationRequest:
+def parse_responses(request: ResponsesRequest, key: str, skipped: Skipped) -> GenerationRequest:
     """Translate a request. Raises ApiError for what is not done here."""
     if request.truncation not in (None, "disabled"):
-        message = "truncation is not supported here: shorten the input"
-        raise bad_request(message, "truncation", "unsupported_parameter")
-    tools = tuple(offered.function for offered in _offered_functions(request))
+        skipped.add("truncation")
+    for tool in _given_tools(request):
+        if tool.get("type") not in OFFERED_KINDS:
+            skipped.add(f"a tool of type {tool.get('type')}")
+    offered = _offered_functions(request)
+    tools = tuple(function.function for function in offered)
+    messages = _read_messages(request, offered, skipped)
+    effort = (request.reasoning or {}).get("effort")
     text_format = (request.text or {}).get("format")
     flat = text_format if isinstance(text_format, dict) else {"type": "text"}
     nested = {"type": flat.get("type"), "json_schema": {"schema": flat.get("schema")}}
     return GenerationRequest(
         model=request.model,
         sampled=request,
-        messages=_read_messages(request),
+        messages=messages,
         max_tokens=read_length(request.max_output_tokens, "max_output_tokens"),
         schema=read_schema(nested, "text.format"),
         tools=tools,
         tool_choice=read_tool_choice(request.tool_choice, bool(tools)),
         several_calls=request.parallel_tool_calls is True,
+        template=thinking_options(None, effort if isinstance(effort, str) else None),
         key=key,
+        skipped=skipped.told,
     )
 
 
-def _read_messages(request: ResponsesRequest) -> list[JsonObject]:
+def _read_messages(
+    request: ResponsesRequest, functions: Sequence[_OfferedFunction], skipped: Skipped
+) -> list[JsonObject]:
     turns: list[JsonObject] = []
     if request.instructions:
         turns.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*turns, {"role": "user", "content": request.input}]
-    functions = _offered_functions(request)
     names = {(function.namespace, function.name): function.offered_name for function in functions}
     for index, item in enumerate(request.input):
-        _add_item(turns, item, f"input[{index}]", names)
+        _add_item(turns, item, f"input[{index}]", names, skipped)
+    if not turns:
+        raise bad_request("input holds nothing that a model could answer", "input")
     return turns
 
 
-def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: FunctionNames) -> None:
+def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: FunctionNames, skipped: Skipped) -> None:
     """Add one item of the history; ``names`` are those that functions are offered by. Raises ApiError."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -97,19 +122,15 @@ def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: Func
             role = "system"
         if role not in ("system", "user", "assistant"):
             raise bad_request(f"{where}.role is system, developer, user or assistant, not {role[:32]!r}", where)
-        text = read_text(item.get("content"), where)
-        if role == "system" and turns and turns[0]["role"] == "system":  # templates take one, and first
-            turns[0]["content"] += f"\n\n{text}"
-        else:
-            turns.append({"role": role, "content": text})
+        turns.append({"role": role, "content": read_text(item.get("content"), where)})
     elif kind in ("function_call", "custom_tool_call"):
         _add_call(turns, item, names)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        content = read_text(item.get("output"), where)
+        content = read_result(item.get("output"), where, skipped)
         call_id = str(item.get("call_id", ""))
         turns.append({"role": "tool", "content": content, "tool_call_id": call_id})
-    elif kind != "reasoning":  # which is the model's own, and no template wants it back
-        raise bad_request(f"{where}: items of type {str(kind)[:32]!r} are not supported here", where)
+    elif kind not in SILENT_ITEMS:
+        skipped.add(f"an item of type {kind}")
 
 
 def _add_call(turns: list[JsonObject], item: JsonObject, names: FunctionNames) -> None:
@@ -130,11 +151,15 @@ def _add_call(turns: list[JsonObject], item: JsonObject, names: FunctionNames) -
 
 @dataclass(frozen=True, slots=True)
 class _OfferedFunction:
-    """A function as the model is offered it, its own name, and the namespace that it is in ("" for none)."""
+    """A function as the model is offered it, its own name, and the namespace that it is in ("" for none).
+
+    ``is_custom``: it takes a text, which its model writes as the only argument.
+    """
 
     function: JsonObject
     name: str
     namespace: str
+    is_custom: bool = False
 
     @property
     def offered_name(self) -> str:
@@ -143,21 +168,19 @@ class _OfferedFunction:
 
 
 def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
-    """List the functions among the tools. Raises ApiError.
+    """List the functions among the tools, also those that the history brought. Raises ApiError.
 
-    A function whose name is taken twice is offered with its namespace in front. A search of the web is left out:
-    the server of a model would do it, and none here does.
+    A function whose name is taken twice is offered with its namespace in front. What a server would run is left out.
     """
     # A model knows functions by one name alone, and clients send several namespaces with functions of the same name.
     # Only those get a longer name, for a model calls a short one with fewer mistakes. A call comes back by the
     # offered name, and is given to the client with the function's own name and its namespace (``_call_item``).
     tools: list[tuple[JsonObject, str]] = []
-    for tool in request.tools or ():
-        inner_tools = tool.get("tools")
-        are_dicts = isinstance(inner_tools, list) and all(isinstance(inner, dict) for inner in inner_tools)
-        if tool.get("type") == "namespace" and isinstance(inner_tools, list) and are_dicts:
-            tools += [(inner, str(tool.get("name", ""))) for inner in inner_tools]
-        elif not is_web_search(tool):
+    for tool in _given_tools(request):
+        if tool.get("type") == "namespace":
+            inner_tools = _objects(tool.get("tools"))
+            tools += [(inner, str(tool.get("name", ""))) for inner in inner_tools if inner.get("type") in FUNCTIONS]
+        elif tool.get("type") in FUNCTIONS:
             tools.append((tool, ""))
     times = Counter(str(tool.get("name")) for tool, _ in tools)
     functions: list[_OfferedFunction] = []
@@ -165,21 +188,30 @@ def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
         name = str(tool.get("name"))
         is_twice = bool(namespace) and times[name] > 1
         function = _read_function({**tool, "name": f"{namespace}__{name}"} if is_twice else tool)
-        functions.append(_OfferedFunction(function, name, namespace))
+        functions.append(_OfferedFunction(function, name, namespace, tool.get("type") == "custom"))
     if len({function.offered_name for function in functions}) < len(functions):
         raise bad_request("tools: two functions have the same name, in the same namespace", "tools")
     return functions
 
 
+def _given_tools(request: ResponsesRequest) -> list[JsonObject]:
+    """Return the request's tools, and those that items of its history bring; the same once."""
+    given = list(request.tools or ())
+    for item in request.input if isinstance(request.input, list) else ():
+        if item.get("type") in TOOL_ITEMS:
+            given += [tool for tool in _objects(item.get("tools")) if tool not in given]
+    if len(given) > MAX_TOOLS:
+        raise bad_request(f"tools: at most {MAX_TOOLS}, with those in the input", "tools")
+    return given
+
+
+def _objects(value: Any) -> list[JsonObject]:
+    return [inner for inner in value if isinstance(inner, dict)] if isinstance(value, list) else []
+
+
 def _read_function(tool: JsonObject) -> JsonObject:
-    if tool.get("type") != "function":
-        raise bad_request(f"tools: only functions are supported, not {str(tool.get('type'))[:32]!r}", "tools")
-    return make_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
-
-
-def is_web_search(tool: JsonObject) -> bool:
-    """Is it a search that the server would do, of whatever version?"""
-    return str(tool.get("type")).startswith("web_search")
+    parameters = TEXT_ARGUMENT if tool.get("type") == "custom" else tool.get("parameters")
+    return make_tool(tool.get("name"), tool.get("description"), parameters)
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -193,7 +225,7 @@ def _format_response(request: ResponsesRequest, identity: JsonObject, **fields: 
     tools = []
     for tool in request.tools or ():
         named = {name: value for name, value in tool.items() if value is not None}
-        tools.append({"type": "function", "strict": False, "parameters": {}, **named})
+        tools.append({**({"strict": False, "parameters": {}} if named.get("type") == "function" else {}), **named})
     fixed = {
         "error": None,
         "incomplete_details": None,
@@ -212,19 +244,26 @@ def _format_response(request: ResponsesRequest, identity: JsonObject, **fields: 
 
 
 def _format_ended(
-    request: ResponsesRequest, identity: JsonObject, answer: CollectedAnswer, output: Any, report: RowReport
+    request: ResponsesRequest,
+    prepared: PreparedRequest,
+    identity: JsonObject,
+    answer: CollectedAnswer,
+    output: Any,
+    report: RowReport,
 ) -> JsonObject:
     is_cut = answer.finish == "length"
     usage = {
         "input_tokens": report.n_prompt,
         "input_tokens_details": {"cached_tokens": report.n_cached, "cache_write_tokens": 0},
         "output_tokens": report.n_generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": report.n_reasoning},
         "total_tokens": report.n_prompt + report.n_generated,
     }
     status = "incomplete" if is_cut else "completed"
     details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
-    return _format_response(request, identity, status=status, output=output, usage=usage, **details)
+    fields = {"status": status, "output": output, "usage": usage, **details}
+    warnings = format_warnings(prepared.request)
+    return _format_response(request, identity, **fields, **({"swarmd": {"warnings": warnings}} if warnings else {}))
 
 
 def _text_item(item_id: str, text: str, status: str) -> JsonObject:
@@ -237,14 +276,17 @@ def _text_part(text: str) -> JsonObject:
 
 
 def _call_item(part: AnswerPart, request: ResponsesRequest) -> JsonObject:
-    item = {"id": _new_id("fc"), "call_id": _new_id("call"), "type": "function_call", "status": "completed"}
+    item: JsonObject = {"id": _new_id("fc"), "call_id": _new_id("call"), "status": "completed"}
     functions = [function for function in _offered_functions(request) if function.offered_name == part.name]
     name = part.name
     if functions:
         name = functions[0].name
     if functions and functions[0].namespace:
         item["namespace"] = functions[0].namespace
-    return {**item, "name": name, "arguments": part.text}
+    if functions and functions[0].is_custom:
+        text = json.loads(part.text).get("input")
+        return {**item, "type": "custom_tool_call", "name": name, "input": text if isinstance(text, str) else part.text}
+    return {**item, "type": "function_call", "name": name, "arguments": part.text}
 
 
 async def answer_response(prepared: PreparedRequest, request: ResponsesRequest) -> JsonObject:
@@ -256,7 +298,7 @@ async def answer_response(prepared: PreparedRequest, request: ResponsesRequest) 
     if answer.content or not answer.calls:
         output.append(_text_item(_new_id("msg"), answer.content, "completed"))
     output += [_call_item(part, request) for part in answer.calls]
-    return _format_ended(request, identity, answer, output, report)
+    return _format_ended(request, prepared, identity, answer, output, report)
 
 
 class ResponseWriter:
@@ -267,6 +309,7 @@ class ResponseWriter:
         text:  output_item.added, content_part.added, output_text.delta ...,
                output_text.done, content_part.done, output_item.done
         call:  output_item.added, function_call_arguments.delta, function_call_arguments.done, output_item.done
+               (custom_tool_call_input.delta and .done, of a tool that takes a text)
 
     and at the end completed, incomplete or failed, with the whole response once more.
     """
@@ -286,15 +329,18 @@ class ResponseWriter:
         """Generate the answer. Raises ApiError."""
         opening = _format_response(self._request, self._identity, status="in_progress")
         await self._say("response.created", response=opening)
+        self._emit.sign_of_life = lambda: self._say("response.in_progress", response=opening)
         await self._say("response.in_progress", response=opening)
         report = await self._prepared.run(0, self._write_event)
         await self._close_text()
-        response = _format_ended(self._request, self._identity, self._answer, self._output, report)
+        response = _format_ended(self._request, self._prepared, self._identity, self._answer, self._output, report)
         await self._say(f"response.{response['status']}", response=response)
 
     async def fail(self, error: ApiError) -> None:
         """End the stream with an error."""
-        reason = {"code": "server_error", "message": error.message}
+        is_too_long = error.code == "context_length_exceeded"  # after which alone Codex does not ask again
+        code = "context_length_exceeded" if is_too_long else "server_error"
+        reason = {"code": code, "message": error.message}
         fields = {"status": "failed", "error": reason, "output": self._output}
         failed = _format_response(self._request, self._identity, **fields)
         await self._say("response.failed", response=failed)
@@ -333,12 +379,14 @@ class ResponseWriter:
     async def _add_call(self, part: AnswerPart) -> None:
         item = _call_item(part, self._request)
         index = len(self._output)
-        opening = {**item, "status": "in_progress", "arguments": ""}
+        is_custom = item["type"] == "custom_tool_call"
+        field = "input" if is_custom else "arguments"
+        event = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
+        opening = {**item, "status": "in_progress", field: ""}
         await self._say("response.output_item.added", output_index=index, item=opening)
         place = {"item_id": item["id"], "output_index": index}
-        await self._say("response.function_call_arguments.delta", delta=part.text, **place)
-        done = {"arguments": part.text, "name": part.name}
-        await self._say("response.function_call_arguments.done", **done, **place)
+        await self._say(f"{event}.delta", delta=item[field], **place)
+        await self._say(f"{event}.done", **{field: item[field]}, name=part.name, **place)
         await self._say("response.output_item.done", output_index=index, item=item)
         self._output.append(item)
 

@@ -1,4 +1,4 @@
-"""What clients may send: every field with its bounds. What is not done is refused by name; see ``decode_request``.
+"""What clients may send: every field with its bounds. What is not known here is skipped; see ``decode_request``.
 
 Source: OpenAI's API reference (chat completions, completions) and what vLLM and llama-server add to it.
 """
@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from swarmd.gateway.apis.refusals import bad_request, from_decoding_error
+from swarmd.gateway.apis.skipped import Skipped
 
 MAX_MESSAGES = 4_096  # of a conversation; agents send some hundred
 MAX_TOOLS = 256  # each with its schema
@@ -30,7 +31,7 @@ Stops = Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 IGNORED_FIELDS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("verbosity", "reasoning_effort", "cache_prompt", "context_management", "cache_control"),
+    *("verbosity", "cache_prompt", "context_management", "cache_control"),
     *("client_metadata", "request_id", "session_id", "user_id", "trace_id", "tags"),
 }
 """Fields that change nothing that a user would miss: labels, and hints for billing and caching."""
@@ -39,7 +40,7 @@ NEUTRAL_VALUES: JsonObject = {
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
     "modalities": ["text"],
 }
-"""Fields of others that are not done here, with the value that asks for nothing (0, false and null never do)."""
+"""Fields of others that are not done here, with the value that asks for nothing (0, false, [] and null never do)."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -75,18 +76,6 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class Function(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct):
-    function: Function
-    type: str | None = "function"
-
-
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -100,9 +89,10 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: JsonObject | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[JsonObject], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: JsonObject | None = None
     thinking: JsonObject | None = None
     continue_final_message: bool | None = None
@@ -134,10 +124,10 @@ def read_length(value: int | None, param: str) -> int | None:
     return None if value == -1 else value
 
 
-def decode_request(body: bytes, kind: type[T]) -> T:
-    """Decode a request. Raises ApiError that names what is wrong, or which field is not done here."""
-    # A field that is unknown is refused, not ignored: a client that sets it counts on it. Two kinds are let through:
-    # those that change nothing a user would miss, and any whose value asks for nothing. null is as if left out.
+def decode_request(body: bytes, kind: type[T], skipped: Skipped) -> T:
+    """Decode a request; fields that are not known here are ``skipped``. Raises ApiError that names what is wrong."""
+    # Not told are fields that change nothing a user would miss, and any whose value asks for nothing. null is as if
+    # left out.
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -151,7 +141,7 @@ def decode_request(body: bytes, kind: type[T]) -> T:
         if name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]:
             is_neutral = True
         if name not in known | IGNORED_FIELDS and not is_neutral:
-            raise bad_request(f"{name[:64]} is not supported here: leave it out", name[:64], "unsupported_parameter")
+            skipped.add(name)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

@@ -28,12 +28,17 @@ STREAM_HEADERS = [
 
 
 class Emit:
-    """What a stream's author writes with: events, as JSON or as they are; a name where the API has names."""
+    """What a stream's author writes with: events, as JSON or as they are; a name where the API has names.
+
+    ``sign_of_life`` writes what says nothing, in a silence: an event, where the API has one for that, as some clients
+    do not count comments (Codex 0.169 gives up after its own patience).
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._lock = trio.Lock()
         self.last_s = trio.current_time()
+        self.sign_of_life: Callable[[], Awaitable[None]] = lambda: self.send_raw(b": still there\n\n")
 
     async def send_event(self, value: Any, name: str = "") -> None:
         """Send one event; bytes go as they are."""
@@ -51,7 +56,7 @@ class Emit:
 # Three tasks share a stream, in one nursery: whichever ends first ends the others.
 #
 #     produce       writes events, until the answer has ended
-#     keep alive    writes a comment after each silence, so that no proxy cuts the connection
+#     keep alive    writes a sign of life after each silence, so that neither proxy nor client gives up
 #     disconnect    waits until the client has gone, and cancels the answer, whose servers are free at once
 #
 # The status is sent before the answer begins: an error that comes later can only be an event of the stream.
@@ -64,13 +69,15 @@ class EventStream(Response):
         self,
         produce: Callable[[Emit], Awaitable[None]],
         fail: Callable[[Emit, ApiError], Awaitable[None]],
+        headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(headers=headers)
         self._produce = produce
         self._fail = fail
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        own_headers = [header for header in self.raw_headers if header[0] != b"content-length"]  # of an empty body
+        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *own_headers]})
         emit = Emit(send)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
@@ -94,8 +101,9 @@ class WholeAnswer(Response):
         self,
         produce: Callable[[], Awaitable[Any]],
         refuse: Callable[[ApiError], Response],
+        headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(headers=headers)
         self._produce = produce
         self._refuse = refuse
 
@@ -105,11 +113,15 @@ class WholeAnswer(Response):
             nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
             try:
                 response = json_response(await self._produce())
+                response.headers.update(self._own_headers())
             except ApiError as error:
                 response = self._refuse(error)
             nursery.cancel_scope.cancel()
         if response is not None:
             await response(scope, receive, send)
+
+    def _own_headers(self) -> dict[str, str]:
+        return {name: value for name, value in self.headers.items() if name != "content-length"}
 
 
 def json_response(
@@ -156,4 +168,4 @@ async def _keep_alive(emit: Emit) -> None:
     while True:
         await trio.sleep_until(emit.last_s + KEEP_ALIVE_S)
         if trio.current_time() >= emit.last_s + KEEP_ALIVE_S:
-            await emit.send_raw(b": still there\n\n")
+            await emit.sign_of_life()

@@ -25,7 +25,6 @@ from swarmd.gateway.generation.row import RowReport
 from swarmd.gateway.generation.sampling import SampledToken, Sampling
 from swarmd.gateway.generation.turns import QueueFull
 
-DEFAULT_TOKENS = 2_048  # of an answer whose length nobody named, if the context has room
 LEAST_PENALTY = 0.01  # for repetition, whatever a model's author wrote: less makes a logit infinite
 MOST_DIGITS = 9  # of a token's number, as text: Python reads no number of some thousands
 TEMPLATE_FIELDS = 32  # that a request may give a chat template
@@ -65,8 +64,8 @@ class GenerationRequest:
     template: JsonObject = field(default_factory=dict)
     continues: bool = False  # the last message, an assistant's, instead of answering it
     begins_answer: bool = True  # the template writes what an answer begins with
-    is_most: bool = False  # max_tokens is what it may come to, not what there has to be room for
     key: str = ""
+    skipped: tuple[str, ...] = ()  # what of it is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +99,18 @@ class PreparedRequest:
         parts = self._make_parts()
         n_calls = 0
         n_repairs = 0  # told so far
+        n_unread = 0  # tokens, since the last part: what they are is known with the next
         outcome = "abort"
 
         async def on_delta(delta: AnswerDelta) -> None:
-            nonlocal n_calls, outcome, n_repairs
+            nonlocal n_calls, outcome, n_repairs, n_unread
             new_parts = parts.feed(delta.text)
             if delta.finish:
                 new_parts = [*new_parts, *parts.end()]
+            n_unread += len(delta.choices)
+            if new_parts:
+                report.n_reasoning += n_unread if any(part.kind == "reasoning" for part in new_parts) else 0
+                n_unread = 0
             n_calls += sum(part.kind == "call" for part in new_parts)
             finish = "tool_calls" if delta.finish == "stop" and n_calls else delta.finish
             outcome = finish or outcome
@@ -156,12 +160,10 @@ async def prepare_request(engine: GenerationEngine, request: GenerationRequest, 
     n_prompt = len(prompt.ids)
     if not n_prompt:
         raise bad_request("the prompt is empty", "prompt")
-    room = max(1, limit - n_prompt)
-    max_tokens = request.max_tokens or min(DEFAULT_TOKENS, room)
-    if request.is_most:
-        max_tokens = min(max_tokens, room)
-    if n_prompt + max_tokens > limit:
-        raise refusals.too_long(n_prompt, max_tokens, limit)
+    if n_prompt >= limit:
+        raise refusals.too_long(n_prompt, limit)
+    room = limit - n_prompt  # agents name lengths that are meant as "as long as it takes", or none
+    max_tokens = min(request.max_tokens or room, room)
     is_forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
     grammar = await _make_grammar(engine, request, is_forced)
     sampling = choose_sampling(request, engine.ends)

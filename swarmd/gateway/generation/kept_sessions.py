@@ -59,8 +59,8 @@ def choose_session(
     """Choose the session to go on with, and say how many of the prompt's tokens it has; None: begin anew.
 
     At least one token is left to send, since an answer begins with what comes after it. A session that has no room
-    for the prompt and the first of ``n_more`` tokens is none. Nor is another key's: how many tokens it has in common with a prompt
-    would tell what others wrote, and going on with it would take it away from them.
+    for the prompt and the first of ``n_more`` tokens is none. Nor is another key's: how many tokens it has in common
+    with a prompt would tell what others wrote, and going on with it would take it away from them.
     """
     n_needed = len(prompt) + min(n_more, LEAST_TOKENS)
     matches: list[tuple[int, KeptSession]] = []

@@ -26,6 +26,7 @@ class RowReport:
     n_drafted: int = 0
     n_accepted: int = 0
     n_logits: int = 0
+    n_reasoning: int = 0  # tokens of thoughts among those generated
     queued_s: float = 0.0
     prefilled_s: float = 0.0
     total_s: float = 0.0

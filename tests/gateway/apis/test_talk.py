@@ -49,5 +49,5 @@ def test_a_doubt_names_the_token_of_the_answer_from_which_on_it_may_be_wrong() -
     in_prompt = Doubt(first_token=1, hop="a", reason="r")
     in_answer = Doubt(first_token=6, hop="b", reason="r")
     report = RowReport(n_prompt=5, doubts=[in_prompt, in_answer])
-    shown = format_extra([report])["doubts"]
+    shown = format_extra([report], GenerationRequest("m", SamplingFields()))["doubts"]
     assert [(doubt["token"], doubt["hop"]) for doubt in shown] == [(0, "a"), (2, "b")]
