@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,7 +98,8 @@ class GatewayConfig:
 
     ``hosts`` are names that it is called by beside those of this machine, ``origins`` pages that may ask it (both
     comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn. ``head`` "int8" computes
-    the models' heads in 8 bits.
+    the models' heads in 8 bits. ``names``, a table of its own, has a model of the swarm for each name that programs ask
+    for; "*" stands for any other.
     """
 
     on: bool = False
@@ -108,6 +109,7 @@ class GatewayConfig:
     running: int = 16
     waiting: int = 64
     head: str = "own"
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +211,10 @@ class Config:
 
     def check(self) -> Config:
         """Return the settings if they can be right. Raises ConfigError."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for setting in fields(self):
+            value = getattr(self, setting.name)
             if isinstance(value, int | float) and not 0 <= value < float("inf"):
-                raise ConfigError(f"{field.name} cannot be negative or infinite, got {value}")
+                raise ConfigError(f"{setting.name} cannot be negative or infinite, got {value}")
         require_member_name(self.name)
         _check_choice("training_runs", self.training_runs, TRAINING)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
@@ -292,7 +294,7 @@ def gather(
     """Gather the settings from what the file ``source`` says, and what counts more. Raises ConfigError."""
     top = dict(written)
     tables: list[Any] = top.pop("serve") if isinstance(top.get("serve"), list) else []
-    gateway = _one_table(top.pop("gateway", {}), GatewayConfig(), "gateway", source)
+    gateway = _gateway(top.pop("gateway", {}), source)
     policy = _one_table(top.pop("policy", {}), PolicyConfig(), "policy", source)
     config = _apply(Config(gateway=gateway, policy=policy), top, source)
     names = _setting_types(config, TABLES).keys() | OLD_NAMES.keys()
@@ -345,6 +347,16 @@ def _one_table(table: Any, defaults: TableT, name: str, source: str) -> TableT:
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: {name} is a table [{name}], not {table!r}")
     return replace(defaults, **_settings(table, defaults, name, f"[{name}]", source))
+
+
+def _gateway(table: Any, source: str) -> GatewayConfig:
+    """The table ``[gateway]``, and in it the table of other names. Raises ConfigError."""
+    names = table.get("names", {}) if isinstance(table, dict) else {}
+    are_texts = isinstance(names, dict) and all(isinstance(value, str) and value for value in names.values())
+    if not are_texts:
+        raise ConfigError(f'{source}: [gateway.names] has lines like "gpt-5" = "a model of the swarm", not {names!r}')
+    others = {name: value for name, value in table.items() if name != "names"} if isinstance(table, dict) else table
+    return replace(_one_table(others, GatewayConfig(), "gateway", source), names=names)
 
 
 def _settings(

@@ -43,6 +43,9 @@ def written(folder: Path, text: str) -> Path:
         ("[[serve]]\nthreads = -3", "cannot be negative"),
         ("\n".join(["[[serve]]"] * 17), "16 workers at most"),
         ("lisen = 3", "unknown setting 'lisen'"),
+        ("[gateway]\nlisen = 3", r"unknown setting 'lisen' in \[gateway\]"),
+        ('[gateway]\nnames = "a"', r"\[gateway.names\] has lines like"),
+        ('[gateway.names]\n"gpt-5" = ["a"]', r"\[gateway.names\] has lines like"),
         ("listen = ", "config.toml"),
     ],
     ids=str,
@@ -50,6 +53,12 @@ def written(folder: Path, text: str) -> Path:
 def test_what_cannot_be_right_is_named(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load(written(tmp_path, text), {})
+
+
+def test_names_that_programs_ask_for_stand_for_models(tmp_path: Path) -> None:
+    text = '[gateway]\non = true\n[gateway.names]\n"gpt-5" = "smol"\n"*" = "big"\n'
+    gateway = load(written(tmp_path, text), {}).gateway
+    assert (gateway.on, gateway.names) == (True, {"gpt-5": "smol", "*": "big"})
 
 
 def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path) -> None:

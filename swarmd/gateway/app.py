@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swarmd.gateway.apis import anthropic, openai, refusals, responses, schema
+from swarmd.gateway.apis import anthropic, completions, openai, refusals, responses, schema, tokens
 from swarmd.gateway.apis.openapi import openapi
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.apis.skipped import Skipped
@@ -34,6 +34,7 @@ from swarmd.gateway.page import Page
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
 COUNT = "/v1/messages/count_tokens"
+HELPERS = ("/tokenize", "/detokenize")
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -75,7 +76,10 @@ FORMS = {
         schema.ChatRequest, openai.parse_chat, openai.answer_chat, openai.stream_chat
     ),
     "/v1/completions": ApiForm(
-        schema.CompletionRequest, openai.parse_completion, openai.answer_completion, openai.stream_completion
+        schema.CompletionRequest,
+        completions.parse_completion,
+        completions.answer_completion,
+        completions.stream_completion,
     ),
     "/v1/responses": _single_prompt_form(
         responses.ResponsesRequest, responses.parse_responses, responses.answer_response, responses.stream_response
@@ -122,6 +126,9 @@ class Gateway:
                 self._route("/v1/models/{name:path}", self._show_model),
                 *forms,
                 self._route(COUNT, self._count, "POST"),
+                self._route("/tokenize", self._tokenize, "POST"),
+                self._route("/detokenize", self._detokenize, "POST"),
+                self._route("/tokenizer_info", self._tokenizer_info),
                 self._route("/openapi.json", self._describe),
                 self._route("/", self.page.file),
                 self._route("/page/files/{name}", self.page.file),
@@ -186,7 +193,8 @@ class Gateway:
 
     async def _describe(self, request: Request, key: str) -> Response:
         kinds = {path: form.request for path, form in FORMS.items()}
-        return json_response(openapi({**kinds, COUNT: anthropic.MessagesRequest}))
+        helpers: dict[str, type[Any]] = {"/tokenize": tokens.TokenizeRequest, "/detokenize": tokens.DetokenizeRequest}
+        return json_response(openapi({**kinds, COUNT: anthropic.MessagesRequest, **helpers}))
 
     async def _nothing_here(self, request: Request, key: str) -> Response:
         raise explain_missing_path(request.method, request.url.path)
@@ -221,18 +229,34 @@ class Gateway:
         prompt = await make_prompt(engine, anthropic.parse_request(body, key, skipped))
         return json_response({"input_tokens": len(prompt.ids)}, headers=skipped.headers)
 
+    async def _tokenize(self, request: Request, key: str) -> Response:
+        skipped = Skipped()
+        body = schema.decode_request(await read_body(request), tokens.TokenizeRequest, skipped)
+        engine = await self.models.load_engine(body.model or self.models.only_model())
+        return json_response(await tokens.tokenize(engine, body, skipped), headers=skipped.headers)
+
+    async def _detokenize(self, request: Request, key: str) -> Response:
+        skipped = Skipped()
+        body = schema.decode_request(await read_body(request), tokens.DetokenizeRequest, skipped)
+        engine = await self.models.load_engine(body.model or self.models.only_model())
+        return json_response(tokens.detokenize(engine, body), headers=skipped.headers)
+
+    async def _tokenizer_info(self, request: Request, key: str) -> Response:
+        engine = await self.models.load_engine(request.query_params.get("model") or self.models.only_model())
+        return json_response(tokens.tokenizer_info(engine.prompts.folder))
+
 
 def explain_missing_path(method: str, path: str) -> ApiError:
     """Say what is wrong with an address, and which one was meant, where that can be told."""
     shown = path[:100]
     names = [part for part in path.split("/") if part and part != "v1"]
     intended_path = "/v1/" + "/".join(names)
-    takes_post = intended_path in (*FORMS, COUNT)
+    takes_post = intended_path in (*FORMS, COUNT) or path in HELPERS
     is_there = takes_post or intended_path == "/v1/models"
     status = 404
     if is_there and intended_path != path:
         message = f"there is nothing at {shown}: did you mean {intended_path}?"
-    elif is_there or path in ("/health", "/metrics", "/openapi.json"):
+    elif is_there or path in ("/health", "/metrics", "/openapi.json", "/tokenizer_info", *HELPERS):
         status = 405
         message = f"{shown} is asked by {'POST' if takes_post else 'GET'}, not by {method[:16]}"
     elif names[-1:] == ["embeddings"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,11 @@ class ListedModel:
     chats: bool | None = None
 
 
+ANY_NAME = "*"  # in ``names``: whatever is asked for
+
+
 class ServedModels:
-    """Finds and loads; engines run in the nursery that is given. ``head``: see GatewayConfig."""
+    """Finds and loads; engines run in the nursery that is given. ``head`` and ``names``: see GatewayConfig."""
 
     def __init__(
         self,
@@ -50,7 +54,9 @@ class ServedModels:
         turns: Turns,
         nursery: trio.Nursery,
         head: str,
+        names: Mapping[str, str],
     ) -> None:
+        self._names = names
         self._swarm = swarm
         self._turns = turns
         self._nursery = nursery
@@ -92,10 +98,27 @@ class ServedModels:
             with suppress(refusals.ApiError):  # the first user is told
                 await self.load_engine(served[0])
 
+    def only_model(self) -> str:
+        """The model that a request means which names none. Raises ApiError where several are served."""
+        served = [listed.name for listed in self.list_models() if not listed.missing]
+        if ANY_NAME in self._names:
+            return self._names[ANY_NAME]
+        if len(served) == 1:
+            return served[0]
+        raise refusals.bad_request(f"model is missing; the swarm serves: {', '.join(served) or 'none now'}", "model")
+
+    def meant(self, name: str) -> str:
+        """Which model a name stands for: that of the swarm, else what the settings say, else itself."""
+        # Programs ask for models of their makers, for small tasks beside the one that was chosen: Claude Code does.
+        listed = self._swarm.view().catalog.models
+        if name in listed or name in {model for model, _ in listed.values()}:
+            return name
+        return self._names.get(name, self._names.get(ANY_NAME, name))
+
     async def load_engine(self, name: str) -> GenerationEngine:
         """The engine of a model, loaded if need be. Raises ApiError: unknown, or blocks are missing now."""
         try:
-            model, n_blocks = await self._swarm.resolve(name)
+            model, n_blocks = await self._swarm.resolve(self.meant(name))
             dtype = self._swarm.view().served_dtype(model, n_blocks)
         except ConfigError:
             raise refusals.unknown_model(name, [listed.name for listed in self.list_models()]) from None

@@ -58,7 +58,7 @@ async def serve(
     async with join_swarm(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
         machine = Machine(folder)
         nursery.start_soon(machine.run)
-        models = ServedModels(swarm, turns, nursery, settings.head)
+        models = ServedModels(swarm, turns, nursery, settings.head, settings.names)
         nursery.start_soon(models.prepare)
         gateway = Gateway(models, guard, turns, origins, Page(swarm, models, machine))
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)

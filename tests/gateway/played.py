@@ -151,6 +151,9 @@ class PlayedModels:
     async def load_engine(self, name: str) -> GenerationEngine:
         return self._engine
 
+    def only_model(self) -> str:
+        return MODEL
+
     def loaded_engines(self) -> dict[str, GenerationEngine]:
         return {MODEL: self._engine}
 

@@ -47,7 +47,7 @@ class OneModel:
 
 
 async def prepared(folder: Path, nursery: trio.Nursery) -> ServedModels:
-    models = ServedModels(OneModel(folder), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
+    models = ServedModels(OneModel(folder), Turns(1, 1, 1), nursery, "own", {})  # type: ignore[arg-type]  # a swarm of its kind
     await models.prepare()
     return models
 
@@ -70,11 +70,18 @@ async def test_whether_a_model_can_chat_is_told_by_its_files(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     async with trio.open_nursery() as nursery:
-        models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own")  # type: ignore[arg-type]  # a swarm of its kind
+        models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own", {})  # type: ignore[arg-type]  # a swarm of its kind
         assert [listed.chats for listed in models.list_models()] == [chats]
 
 
 @pytest.mark.slow
+async def test_other_names_stand_for_models_and_no_model_for_another(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        names = {"demo": "another", "gpt-5": "demo", "*": "big"}
+        models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own", names)  # type: ignore[arg-type]  # a swarm of its kind
+        assert [models.meant(asked) for asked in ("demo", MODEL, "gpt-5", "claude")] == ["demo", MODEL, "demo", "big"]
+
+
 @pytest.mark.parametrize(("late", "limit"), [(prompts, "STARTED_WITHIN_S"), (tokenizer_trial, "MOST_S")])
 async def test_a_gateway_outlives_a_tokenizer_that_is_read_too_late(
     late: object, limit: str, monkeypatch: pytest.MonkeyPatch

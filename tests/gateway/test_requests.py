@@ -195,11 +195,70 @@ async def test_the_bytes_of_tokens_are_their_own(tmp_path: Path) -> None:
 # --- completions ---------------------------------------------------------------------------------------------------
 
 
-async def test_logprobs_of_a_prompt_are_refused_in_words(tmp_path: Path) -> None:
+def by_last_token(token: int) -> torch.Tensor:
+    return torch.randn(1_024, generator=torch.Generator().manual_seed(token))
+
+
+@pytest.mark.parametrize("n_more", [0, 1, 5])
+async def test_a_prompt_tells_how_likely_its_tokens_are(tmp_path: Path, n_more: int) -> None:
+    """As lm-eval asks, whose sums begin behind the context and leave out what is generated."""
+    ids = [*range(20, 120)]  # more than go through the head at once
+    body = {"prompt": [ids, ids[:7]], "max_tokens": n_more, "echo": True, "logprobs": 2, "temperature": 0}
+    async with played_gateway(tmp_path, by_last_token) as played:
+        answer = (await played.post("/v1/completions", **body)).json()
+        streamed = (await played.post("/v1/completions", stream=True, **body)).text
+        n_sent = sum(session.n_tokens for session in played.swarm.opened)
+    expected = [by_last_token(before).log_softmax(-1) for before in ids[:-1]]
+    for choice, n_prompt in zip(answer["choices"], (100, 7), strict=True):
+        logprobs = choice["logprobs"]
+        assert [len(logprobs[name]) for name in logprobs] == [n_prompt + n_more] * 4
+        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+        given = logprobs["token_logprobs"][1:n_prompt]
+        wanted = [float(row[token]) for row, token in zip(expected, ids[1:n_prompt], strict=False)]
+        assert given == pytest.approx(wanted, abs=1e-5)
+        assert all(1 <= len(top) <= 2 for top in logprobs["top_logprobs"][1:]), "two tokens may have one text"
+        assert logprobs["text_offset"][0] == 0
+    chunks = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if '"choices":[{' in line]
+    first = next(chunk for chunk in chunks if chunk["choices"][0]["index"] == 0)
+    assert (
+        first["choices"][0]["logprobs"]["token_logprobs"][1:]
+        == answer["choices"][0]["logprobs"]["token_logprobs"][1:100]
+    )
+    assert n_sent <= 2 * (100 + 7 + 2 * n_more) + 8, "what was scored is gone on with"
+
+
+# --- tokens --------------------------------------------------------------------------------------------------------
+
+
+async def test_text_becomes_tokens_and_text_again(tmp_path: Path) -> None:
     async with played_gateway(tmp_path) as played:
-        answer = await played.post("/v1/completions", prompt="The sea is", max_tokens=1, echo=True, logprobs=1)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
-        assert (await played.post("/v1/completions", prompt="The sea is", max_tokens=1, echo=True)).status_code == 200
+        given = (await played.http.post("/tokenize", json={"prompt": "The sea is", "return_token_strs": True})).json()
+        assert given["count"] == len(given["tokens"]) == len(given["token_strs"]) > 1
+        assert given["max_model_len"] == LONGEST
+        back = await played.http.post("/detokenize", json={"tokens": given["tokens"], "model": "played"})
+        assert back.json() == {"prompt": "The sea is"}
+        chat = (await played.post("/tokenize", messages=USER, add_generation_prompt=False)).json()
+        back = await played.http.post("/detokenize", json={"tokens": chat["tokens"]})
+        assert back.json()["prompt"] == "<user>Say hello."
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<e>"}, "bos_token": null, "x": 1}')
+        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+        info = (await played.http.get("/tokenizer_info")).json()
+        assert info == {"eos_token": "<e>", "bos_token": None, "chat_template": "{{ messages }}"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+        ("/detokenize", {"tokens": [99_999_999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ],
+)
+async def test_tokens_that_are_none_are_refused(tmp_path: Path, path: str, body: dict[str, Any], param: str) -> None:
+    async with played_gateway(tmp_path) as played:
+        answer = await played.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 # --- Codex and Claude Code -----------------------------------------------------------------------------------------

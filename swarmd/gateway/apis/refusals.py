@@ -45,7 +45,10 @@ def bad_request(
 def unknown_model(name: str, names: list[str]) -> ApiError:
     """Refuse a name that is none of the swarm's, and list those."""
     listed = ", ".join(names) or "none yet"
-    message = f"the swarm has no model {name[:100]!r}; it has: {listed}"
+    message = (
+        f"the swarm has no model {name[:100]!r}; it has: {listed}. For a program that asks for a name of its own: "
+        'config.toml, [gateway.names], "its name" = "a model", or "*" = "a model" for any'
+    )
     return ApiError(404, "invalid_request_error", message, "model", "model_not_found")
 
 

@@ -130,6 +130,15 @@ class PreparedRequest:
             self.metrics.count_answer(self.request.model, report, outcome)
         return report
 
+    async def score_prompt(self) -> list[SampledToken]:
+        """How likely the prompt's tokens are, but for its first. Raises ApiError."""
+        try:
+            return await self.engine.score(self.options.prompt, self.request.n_top, self.options.key)
+        except QueueFull as error:
+            raise refusals.queue_full(error) from None
+        except SwarmError as error:
+            raise refusals.from_swarm_error(error) from error
+
     def _make_parts(self) -> Parts:
         if self.is_forced:
             return ToolCallParts()

@@ -14,10 +14,12 @@ import trio
 from tokenizers import Tokenizer
 
 from swarmd.client.links.link import SessionOptions
+from swarmd.client.links.ops import StepInput
 from swarmd.client.model.speculation import Costs
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts
+from swarmd.compute.model.ends import MOST_ROWS
 from swarmd.errors import SwarmError
 from swarmd.gateway.generation import kept_sessions as keeping
 from swarmd.gateway.generation.answer import Answer, AnswerDelta, AnswerOptions
@@ -25,7 +27,9 @@ from swarmd.gateway.generation.ending import read_end_tokens
 from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.kept_sessions import KeptSession
 from swarmd.gateway.generation.row import AllTokens, GenerationRow, RowReport
+from swarmd.gateway.generation.sampling import SampledToken
 from swarmd.gateway.generation.schema_trials import Grammars
+from swarmd.gateway.generation.scoring import PromptScores
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.turns import Turns
 from swarmd.net.api import TaskStatus
@@ -102,6 +106,31 @@ class GenerationEngine:
         async with self.turns.turn(options.key):
             report.queued_s = trio.current_time() - asked_at
             await self._answer(options, on_delta, report)
+
+    async def score(self, prompt: tuple[int, ...], n_top: int, key: str) -> list[SampledToken]:
+        """How likely the tokens of a prompt are, but for its first; answers to it go on from there.
+
+        Raises SwarmError, QueueFull.
+        """
+        async with self.turns.turn(key):
+            room = keeping.choose_room(len(prompt), 1, self.ends.max_tokens)
+            session = await self._open_session(room)
+            scores = PromptScores(prompt, n_top)
+            is_complete = False
+            try:
+                embedded = (await self.head(scores)).embedded
+                positions = torch.arange(len(prompt), dtype=torch.int32).unsqueeze(0)
+                hidden = await session.step(StepInput(embedded, positions, want=len(prompt)))
+                assert hidden is not None
+                for part in torch.split(hidden[0], MOST_ROWS):
+                    await self.head(scores, part, session.layer_arity)
+                is_complete = True
+            finally:
+                if is_complete:
+                    self._kept.append(KeptSession(session, prompt, room, trio.current_time(), key))
+                else:
+                    await self._close(session)
+            return scores.tokens
 
     async def _answer(self, options: AnswerOptions, on_delta: OnDelta, report: RowReport) -> None:
         # A kept session may have lost its servers meanwhile. As long as nothing was answered, the client does not

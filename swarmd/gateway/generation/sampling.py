@@ -117,13 +117,17 @@ class Sampler:
 
     def _report(self, token: int, logits: torch.Tensor) -> SampledToken:
         """Add the model's own probabilities to a token, where the request wants them."""
-        if not self._sampling.wants_logprobs:
-            return SampledToken(token)
-        logprobs = logits.log_softmax(-1)
-        n_top = min(self._sampling.n_top, logits.shape[0])
-        values, ids = logprobs.topk(n_top)
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        return SampledToken(token, float(logprobs[token]), top)
+        return (
+            report_token(token, logits, self._sampling.n_top) if self._sampling.wants_logprobs else SampledToken(token)
+        )
+
+
+def report_token(token: int, logits: torch.Tensor, n_top: int) -> SampledToken:
+    """Say how likely a token is by logits [vocabulary], and which ones are most likely."""
+    logprobs = logits.log_softmax(-1)
+    values, ids = logprobs.topk(min(n_top, logits.shape[0]))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return SampledToken(token, float(logprobs[token]), top)
 
 
 def _make_warpers(sampling: Sampling) -> list[TemperatureLogitsWarper]:
