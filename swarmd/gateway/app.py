@@ -26,6 +26,7 @@ from swarmd.gateway.apis.streams import (
 )
 from swarmd.gateway.apis.talk import GenerationRequest, PreparedRequest, make_prompt, prepare_request
 from swarmd.gateway.generation.metrics import Metrics
+from swarmd.gateway.generation.quotas import Quotas, QuotaUsedUp
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard, read_body
 from swarmd.gateway.models import ListedModel, ServedModels
@@ -105,7 +106,9 @@ class Gateway:
         turns: Turns,
         origins: tuple[str, ...],
         page: Page,
+        quotas: Quotas,
     ) -> None:
+        self.quotas = quotas
         self.models = models
         self.page = page
         self.guard = guard
@@ -178,7 +181,8 @@ class Gateway:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, request: Request, key: str) -> Response:
-        entries = [_model_entry(model) for model in self.models.list_models()]
+        allowed = self.guard.models_of(key)
+        entries = [_model_entry(model) for model in self.models.list_models() if not allowed or model.name in allowed]
         return json_response({"object": "list", "data": entries})
 
     async def _show_model(self, request: Request, key: str) -> Response:
@@ -204,6 +208,7 @@ class Gateway:
     async def _answer(self, request: Request, key: str, form: ApiForm) -> Response:
         skipped = Skipped()
         body = schema.decode_request(await read_body(request), form.request, skipped)
+        self._admit(key, body.model)
         prepared_requests = await self._prepare_all(request, form.parse(body, key, skipped))
         if body.stream:
             return EventStream(lambda emit: form.stream(prepared_requests, body, emit), form.fail, skipped.headers)
@@ -217,10 +222,22 @@ class Gateway:
 
         async def prepare_each() -> None:
             for generation_request in requests:
-                prepared_requests.append(await prepare_request(engine, generation_request, self.metrics))
+                prepared = await prepare_request(engine, generation_request, self.metrics, self.quotas)
+                prepared_requests.append(prepared)
 
         await run_while_connected(request.receive, prepare_each)
         return prepared_requests
+
+    def _admit(self, key: str, name: str) -> None:
+        """Count a request; refuse one too many, and a model that the key is not for. Raises ApiError."""
+        allowed = self.guard.models_of(key)
+        if allowed and not {name, self.models.meant(name)} & set(allowed):
+            message = f"this key is for {', '.join(allowed)}, not for {name[:100]!r}"
+            raise ApiError(403, "permission_error", message, "model", "model_not_found")
+        try:
+            self.quotas.admit(key)
+        except QuotaUsedUp as error:
+            raise refusals.quota_used_up(error) from None
 
     async def _count(self, request: Request, key: str) -> Response:
         skipped = Skipped()

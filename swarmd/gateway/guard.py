@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import time
+from collections.abc import Callable
 
 import trio
 from starlette.requests import ClientDisconnect, Request
@@ -33,8 +35,10 @@ class Guard:
         origins: tuple[str, ...],
         token: str,
         is_local: bool,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._keys = keys
+        self._clock = clock
         self._hosts = hosts
         self._origins = origins
         self._token = token
@@ -60,9 +64,12 @@ class Guard:
         presented_key = _read_key(request)
         if presented_key and hmac.compare_digest(presented_key.encode(), self._token.encode()):
             return ""
-        name = self._keys.whose(presented_key) if presented_key and not needs_token else None
-        if name is not None:
-            return name
+        key = self._keys.whose(presented_key) if presented_key and not needs_token else None
+        if key is not None and key.ends_at and key.ends_at <= self._clock():
+            ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.ends_at))
+            raise ApiError(401, "authentication_error", f"this key ended on {ended}", None, "invalid_api_key")
+        if key is not None:
+            return key.name
         if self._is_local and not self._keys.all() and not needs_token:
             return ""
         if needs_token:
@@ -71,6 +78,11 @@ class Guard:
         if presented_key:
             reason = "this key is not known"
         raise ApiError(401, "authentication_error", reason, None, "invalid_api_key")
+
+    def models_of(self, name: str) -> tuple[str, ...]:
+        """The models that a key is for, by the key's name; none is all."""
+        key = self._keys.named(name)
+        return key.models if key else ()
 
     def _is_our_host(self, host: str) -> bool:
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host

@@ -13,6 +13,7 @@ import msgspec
 
 from swarmd.errors import ConfigError
 from swarmd.folders import write_file
+from swarmd.gateway.generation.quotas import Limits
 from swarmd.protocol.untrusted import read_json
 
 FILE = "gateway-keys.json"
@@ -21,11 +22,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """One key: who it is for, the sha256 of it, and when it was made."""
+    """One key: who it is for, the sha256 of it, when it was made, when it ends (0: never), and what it is for.
+
+    ``models``: names; none is all.
+    """
 
     name: str
     sha256: str
     made_at: int
+    ends_at: int = 0
+    models: tuple[str, ...] = ()
+    limits: Limits = Limits()
 
 
 class Keys:
@@ -47,14 +54,23 @@ class Keys:
             self._read_at = file_status.st_mtime_ns, file_status.st_size
         return self._keys
 
-    def add(self, name: str) -> str:
-        """Make a key; it is returned, and nowhere else. Raises ConfigError."""
+    def add(
+        self,
+        name: str,
+        limits: Limits = Limits(),
+        models: tuple[str, ...] = (),
+        days: float = 0,
+    ) -> str:
+        """Make a key that ends after some days (0: never); it is returned, and nowhere else. Raises ConfigError."""
         if not _NAME.fullmatch(name):
             raise ConfigError(f"a key's name has 1 to 64 letters, digits, dots and dashes, not {name[:80]!r}")
         if any(key.name == name for key in self.all()):
             raise ConfigError(f"there is a key {name!r} already: remove it first, or choose another name")
         key = PREFIX + secrets.token_urlsafe(32)
-        entry = ApiKey(name, _hash(key), int(time.time()))
+        if days < 0 or any(limit < 0 for limit in msgspec.structs.astuple(limits)):
+            raise ConfigError("limits and days of a key cannot be negative")
+        now = int(time.time())
+        entry = ApiKey(name, _hash(key), now, now + round(days * 86_400) if days else 0, models, limits)
         self._write([*self.all(), entry])
         return key
 
@@ -65,15 +81,24 @@ class Keys:
             raise ConfigError(f"there is no key {name!r}; there are: {names}")
         self._write([key for key in self.all() if key.name != name])
 
-    def whose(self, presented_key: str) -> str | None:
-        """Return the name of a key, compared in constant time; None for one that is not known."""
+    def named(self, name: str) -> ApiKey | None:
+        """Return the key of a name; None for one that is not known."""
+        return next((key for key in self.all() if key.name == name), None)
+
+    def limits_of(self, name: str) -> Limits:
+        """Return what the key of a name may use; who needs no key has no limits."""
+        key = self.named(name)
+        return key.limits if key else Limits()
+
+    def whose(self, presented_key: str) -> ApiKey | None:
+        """Return a key, compared in constant time; None for one that is not known."""
         # All keys are compared, also after one has matched: the time tells nothing of which it was.
         digest = _hash(presented_key)
-        name = None
+        found = None
         for key in self.all():
             if hmac.compare_digest(key.sha256, digest):
-                name = key.name
-        return name
+                found = key
+        return found
 
     def _write(self, keys: list[ApiKey]) -> None:
         write_file(self._path, msgspec.json.encode(keys), secret=True)

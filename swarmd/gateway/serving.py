@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from swarmd.config import SUPERVISED, GatewayConfig, split
 from swarmd.folders import write_file
 from swarmd.gateway.address import ADDRESS_FILE, TOKEN_FILE
 from swarmd.gateway.app import Gateway
+from swarmd.gateway.generation.quotas import Quotas, UsageFile
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
@@ -60,7 +62,8 @@ async def serve(
         nursery.start_soon(machine.run)
         models = ServedModels(swarm, turns, nursery, settings.head, settings.names)
         nursery.start_soon(models.prepare)
-        gateway = Gateway(models, guard, turns, origins, Page(swarm, models, machine))
+        quotas = Quotas(keys.limits_of, UsageFile(folder), time.time)
+        gateway = Gateway(models, guard, turns, origins, Page(swarm, models, machine), quotas)
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
         if SUPERVISED in os.environ:
             nursery.start_soon(_cancel_with_daemon, nursery.cancel_scope)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from swarmd.errors import ConfigError
 from swarmd.gateway.app import Gateway
 from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.head import HeadThread
+from swarmd.gateway.generation.quotas import Quotas, UsageFile
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import Keys
@@ -154,6 +156,9 @@ class PlayedModels:
     def only_model(self) -> str:
         return MODEL
 
+    def meant(self, name: str) -> str:
+        return name
+
     def loaded_engines(self) -> dict[str, GenerationEngine]:
         return {MODEL: self._engine}
 
@@ -194,6 +199,7 @@ async def played_gateway(
     logits_after: Next | None = None,
     tokenizer: Tokenizer | None = None,
     template: str = CHATML,
+    clock: Callable[[], float] = time.time,
     **ends: Any,
 ) -> AsyncIterator[PlayedGateway]:
     """Serve one model whose logits after each token are ``logits_after``; without them it says any token at all."""
@@ -208,9 +214,10 @@ async def played_gateway(
     engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
     models: Any = PlayedModels(engine)
     nobody: Any = None
-    guard = Guard(keys, (), (), "token", is_local=True)
+    guard = Guard(keys, (), (), "token", True, clock)
     page = Page(nobody, models, nobody)
-    gateway = Gateway(models, guard, turns, (), page)
+    quotas = Quotas(keys.limits_of, UsageFile(folder), clock)
+    gateway = Gateway(models, guard, turns, (), page, quotas)
     transport = httpx.ASGITransport(gateway.application())
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.run)

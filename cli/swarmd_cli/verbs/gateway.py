@@ -15,6 +15,9 @@ from swarmd_cli.preflight import require_answers
 from swarmd_cli.terminal import print_table
 from swarmd_cli.verbs.look import Json
 
+PUBLIC = "0.0.0.0:4180"
+FIRST_KEY = "first"
+
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 key = typer.Typer(help="API keys: whoever has one may ask.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(key, name="key")
@@ -26,6 +29,9 @@ def gateway(
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; without it as config.toml says.")
     ] = "",
+    public: Annotated[
+        bool, typer.Option("--public", help="Let other machines in, on port 4180; the first key is made and printed.")
+    ] = False,
 ) -> None:
     """Serve the models of the swarm over HTTP, as OpenAI's and Anthropic's clients expect it, until Ctrl-C.
 
@@ -37,16 +43,22 @@ def gateway(
     import os
 
     from swarmd import config, logs
+    from swarmd.errors import ConfigError
     from swarmd.gateway.keys import Keys
     from swarmd.gateway.listening import open_listener
     from swarmd.resources import count_processors
 
     membership().swarm()
     settings = config.load(home().folder).check().gateway
-    chosen_settings = replace(settings, listen=listen or settings.listen)
-    # A listener that cannot be is refused before torch is imported.
-    has_keys = bool(Keys(home().folder).all())
-    open_listener(chosen_settings.listen, has_keys).close()
+    if public and listen:
+        raise ConfigError(f"--public listens on {PUBLIC}: say --listen alone, and make a key for who may ask")
+    chosen_settings = replace(settings, listen=listen or (PUBLIC if public else settings.listen))
+    # A listener that cannot be is refused before torch is imported, and before a key is made.
+    keys = Keys(home().folder)
+    open_listener(chosen_settings.listen, public or bool(keys.all())).close()
+    if public and not keys.all():
+        print(keys.add(FIRST_KEY))
+        print(f"This is the key {FIRST_KEY!r}, by which others may ask. It is not shown again.", file=sys.stderr)
     if config.SUPERVISED not in os.environ:
         require_answers()
         print("starting ...", file=sys.stderr, flush=True)
@@ -69,36 +81,87 @@ def gateway(
 
 
 @key.command("add")
-def add(name: Annotated[str, typer.Argument(help="Who or what the key is for.")]) -> None:
-    """Make an API key and print it, once.
+def add(
+    name: Annotated[str, typer.Argument(help="Who or what the key is for.")],
+    requests_day: Annotated[int, typer.Option(min=0, metavar="N", help="Requests in a day (UTC).")] = 0,
+    requests_minute: Annotated[int, typer.Option(min=0, metavar="N", help="Requests in a minute.")] = 0,
+    tokens_day: Annotated[int, typer.Option(min=0, metavar="N", help="Tokens in a day, read and written.")] = 0,
+    tokens_minute: Annotated[int, typer.Option(min=0, metavar="N", help="Tokens in a minute.")] = 0,
+    days: Annotated[float, typer.Option(min=0, metavar="N", help="Days until it ends; else it does not.")] = 0,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A model it is for; may be said again. Else all.")
+    ] = None,
+) -> None:
+    """Make an API key and print it, once. Without limits it has none.
 
-    Example: swarmd gateway key add laptop
+    Example: swarmd gateway key add laptop --tokens-day 1000000 --days 30
     """
+    from swarmd.gateway.generation.quotas import Limits
     from swarmd.gateway.keys import Keys
 
-    api_key = Keys(home().folder).add(name)
+    limits = Limits(requests_day, requests_minute, tokens_day, tokens_minute)
+    api_key = Keys(home().folder).add(name, limits, tuple(model or ()), days)
     print(api_key)
     print("It is not shown again; only its hash is kept.", file=sys.stderr)
 
 
 @key.command("ls")
 def ls(as_json: Json = False) -> None:
-    """List the keys' names and when they were made.
+    """List the keys: what each may use, and what it used today (UTC) and ever.
 
     Example: swarmd gateway key ls
     """
+    import msgspec
+
+    from swarmd.gateway.generation.quotas import DAY_S, UsageFile
     from swarmd.gateway.keys import Keys
 
-    keys = Keys(home().folder).all()
+    usage = UsageFile(home().folder)
+    day = int(time.time()) // DAY_S
+    listed = [
+        (api_key, usage.of_day(day, api_key.name), usage.of_all_days(api_key.name))
+        for api_key in Keys(home().folder).all()
+    ]
     if as_json:
-        listed = [{"name": api_key.name, "made_at": api_key.made_at} for api_key in keys]
-        print_json({"keys": listed})
+        print_json(
+            {
+                "keys": [
+                    {
+                        **{name: value for name, value in msgspec.to_builtins(api_key).items() if name != "sha256"},
+                        "today": today._asdict(),
+                        "ever": ever._asdict(),
+                    }
+                    for api_key, today, ever in listed
+                ]
+            }
+        )
         return
     rows = []
-    for api_key in keys:
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(api_key.made_at))
-        rows.append([api_key.name, made])
-    print_table("API keys", ["name", "made"], rows)
+    for api_key, today, ever in listed:
+        limits = api_key.limits
+        rows.append(
+            [
+                api_key.name,
+                _day(api_key.made_at),
+                _day(api_key.ends_at) if api_key.ends_at else "never",
+                ", ".join(api_key.models) or "all",
+                _of(today.requests, limits.requests_day, limits.requests_minute),
+                _of(today.tokens, limits.tokens_day, limits.tokens_minute),
+                f"{ever.tokens:,}",
+            ]
+        )
+    columns = ["name", "made", "ends", "models", "requests today", "tokens today", "tokens ever"]
+    print_table("API keys", columns, rows)
+
+
+def _day(seconds: int) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(seconds))
+
+
+def _of(used: int, limit: int, limit_minute: int) -> str:
+    """What was used of what may be, and what a minute has beside it."""
+    shown = f"{used:,} of {limit:,}" if limit else f"{used:,}"
+    return f"{shown}, {limit_minute:,} a minute" if limit_minute else shown
 
 
 @key.command("rm")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from swarmd.errors import CacheExhausted, Code, ConfigError, NoRoute, Refused, SwarmError
+from swarmd.gateway.generation.quotas import QuotaUsedUp
 
 WAIT_S = 5  # for a swarm that lacks something: servers come within an exchange of records, and load what is missing
 
@@ -67,6 +68,11 @@ def queue_full(reason: Exception) -> ApiError:
     """Refuse a request for now, because too many wait."""
     message = f"too many requests: {reason}; try again in {WAIT_S} s"
     return ApiError(429, "rate_limit_error", message, None, "rate_limit_exceeded", WAIT_S)
+
+
+def quota_used_up(reason: QuotaUsedUp) -> ApiError:
+    """Refuse a request of a key that may have no more now."""
+    return ApiError(429, "rate_limit_error", str(reason), None, reason.code, reason.retry_after_s)
 
 
 def internal_error() -> ApiError:

@@ -21,6 +21,7 @@ from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.json_schema import BadSchema, schema_of_calls
 from swarmd.gateway.generation.metrics import Metrics
+from swarmd.gateway.generation.quotas import Quotas, QuotaUsedUp, Used
 from swarmd.gateway.generation.row import RowReport
 from swarmd.gateway.generation.sampling import SampledToken, Sampling
 from swarmd.gateway.generation.turns import QueueFull
@@ -92,10 +93,13 @@ class PreparedRequest:
     request: GenerationRequest
     is_forced: bool
     metrics: Metrics
+    quotas: Quotas
 
     async def run(self, number: int, on_event: OnEvent) -> RowReport:
         """Write answer ``number`` of those that the request wants. Raises ApiError."""
-        report = RowReport(len(self.options.prompt))
+        n_prompt = len(self.options.prompt)
+        n_granted = self._reserve(self.options.max_tokens)
+        report = RowReport(n_prompt)
         parts = self._make_parts()
         n_calls = 0
         n_repairs = 0  # told so far
@@ -119,7 +123,7 @@ class PreparedRequest:
             await on_event(AnswerEvent(tuple(new_parts), delta.choices, finish, delta.stopped, repairs))
 
         try:
-            await self.engine.write(self._options_of(number), on_delta, report)
+            await self.engine.write(self._options_of(number, n_granted), on_delta, report)
         except QueueFull as error:
             outcome = "error"
             raise refusals.queue_full(error) from None
@@ -127,17 +131,30 @@ class PreparedRequest:
             outcome = "error"
             raise refusals.from_swarm_error(error) from error
         finally:
-            self.metrics.count_answer(self.request.model, report, outcome)
+            n_read = n_prompt if report.prefilled_s else 0  # of one that never got its turn nothing was computed
+            self.quotas.settle(self.options.key, n_prompt + n_granted, Used(0, n_read, report.n_generated))
+            self.metrics.count_answer(self.request.model, report, outcome, self.options.key)
         return report
 
     async def score_prompt(self) -> list[SampledToken]:
         """How likely the prompt's tokens are, but for its first. Raises ApiError."""
+        n_prompt = len(self.options.prompt)
+        self._reserve(0)
         try:
             return await self.engine.score(self.options.prompt, self.request.n_top, self.options.key)
         except QueueFull as error:
             raise refusals.queue_full(error) from None
         except SwarmError as error:
             raise refusals.from_swarm_error(error) from error
+        finally:
+            self.quotas.settle(self.options.key, n_prompt, Used(0, n_prompt, 0))
+
+    def _reserve(self, n_more: int) -> int:
+        """Say how many of the tokens asked for the key may have. Raises ApiError."""
+        try:
+            return self.quotas.reserve(self.options.key, len(self.options.prompt), n_more)
+        except QuotaUsedUp as error:
+            raise refusals.quota_used_up(error) from None
 
     def _make_parts(self) -> Parts:
         if self.is_forced:
@@ -147,16 +164,19 @@ class PreparedRequest:
             return PlainParts()
         return MarkedParts(marks, self.tail, _shown_tools(self.request))
 
-    def _options_of(self, number: int) -> AnswerOptions:
+    def _options_of(self, number: int, max_tokens: int) -> AnswerOptions:
         """Give each answer its own seed, so that answers to one prompt differ, and its own place in the grammar."""
         sampling = self.options.sampling
         grammar = self.options.grammar
         seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
         grammar_copy = None if grammar is None else grammar.copy()
-        return replace(self.options, sampling=replace(sampling, seed=seed), grammar=grammar_copy)
+        seeded = replace(sampling, seed=seed)
+        return replace(self.options, sampling=seeded, grammar=grammar_copy, max_tokens=max_tokens)
 
 
-async def prepare_request(engine: GenerationEngine, request: GenerationRequest, metrics: Metrics) -> PreparedRequest:
+async def prepare_request(
+    engine: GenerationEngine, request: GenerationRequest, metrics: Metrics, quotas: Quotas
+) -> PreparedRequest:
     """Make the prompt and check what can be checked. Raises ApiError."""
     # In the order of cost: a full queue is seen at once, a template takes a child process, a grammar another one.
     # Nothing here opens a session: what is refused has cost the swarm nothing.
@@ -193,7 +213,7 @@ async def prepare_request(engine: GenerationEngine, request: GenerationRequest, 
         looks_up=engine.ends.can_crop,
         key=request.key,
     )
-    return PreparedRequest(engine, options, prompt.tail, request, is_forced, metrics)
+    return PreparedRequest(engine, options, prompt.tail, request, is_forced, metrics, quotas)
 
 
 async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> Prompt:

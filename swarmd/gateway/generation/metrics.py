@@ -31,6 +31,9 @@ class Metrics:
         self.repairs = self._counter("repairs", "Repairs of a chain during an answer.")
         self.ended = self._counter("request_success", "Answers, by how they ended.", "finished_reason")
         self.refused = Counter("swarmd_request_refused", "Refusals.", ["status"], registry=self._registry)
+        self.by_key = Counter(
+            "swarmd_key_tokens", "Tokens of prompts and answers, by API key.", ["key_name"], registry=self._registry
+        )
         self.first = self._histogram("time_to_first_token_seconds", "Until the first token.", SECONDS)
         self.between = self._histogram("inter_token_latency_seconds", "Between two tokens.", SECONDS)
         self.total = self._histogram("e2e_request_latency_seconds", "Of a whole answer.", SECONDS)
@@ -47,8 +50,9 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"swarmd_{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
 
-    def count_answer(self, model: str, report: RowReport, finish: str) -> None:
-        """Count one answer, however it ended ("stop", "length", "tool_calls", "abort", "error")."""
+    def count_answer(self, model: str, report: RowReport, finish: str, key: str) -> None:
+        """Count one answer, however it ended ("stop", "length", "tool_calls", "abort", "error"). ``key``: "" for none."""
+        self.by_key.labels(key).inc(report.n_prompt + report.n_generated)
         self.ended.labels(model, finish).inc()
         self.prompt.labels(model).inc(report.n_prompt)
         self.generated.labels(model).inc(report.n_generated)

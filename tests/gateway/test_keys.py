@@ -1,0 +1,84 @@
+"""Keys with limits, as programs meet them at the gateway."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from swarmd.errors import ConfigError
+from swarmd.gateway.generation.quotas import DAY_S, Limits, UsageFile
+from swarmd.gateway.keys import Keys
+from tests.gateway.played import MODEL, PlayedGateway, played_gateway
+
+
+def never_ends(token: int) -> torch.Tensor:
+    return torch.zeros(1_024).index_fill(0, torch.tensor(100 + token % 7), 30.0)
+
+
+async def ask(played: PlayedGateway, key: str, **body: Any) -> Any:
+    return await played.http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": [20, 21, 22], "max_tokens": 12, **body},
+        headers={"authorization": f"Bearer {key}"},
+    )
+
+
+async def test_fifty_at_once_keep_to_a_quota_and_a_restart_forgives_nothing(tmp_path: Path) -> None:
+    keys = Keys(tmp_path)
+    key = keys.add("team", Limits(tokens_day=200))
+    answers: list[Any] = []
+    async with played_gateway(tmp_path, never_ends) as played, trio.open_nursery() as nursery:
+        for _ in range(50):
+            nursery.start_soon(lambda: append(answers, ask(played, key)))
+    taken = [answer.json()["usage"] for answer in answers if answer.status_code == 200]
+    refused = [answer.json()["error"]["code"] for answer in answers if answer.status_code == 429]
+    used = UsageFile(tmp_path).of_day(int(time.time()) // DAY_S, "team")
+    assert len(taken) + len(refused) == 50
+    assert sum(usage["total_tokens"] for usage in taken) == used.tokens <= 200
+    assert used.tokens > 100, "some were let in"
+    assert used.requests <= 50
+    async with played_gateway(tmp_path, never_ends) as played:
+        again = await ask(played, key, max_tokens=200)  # has what is left
+        while again.status_code == 200:
+            again = await ask(played, key)
+        assert (again.status_code, again.json()["error"]["code"]) == (429, "insufficient_quota")
+        assert "retry-after" not in again.headers
+        assert UsageFile(tmp_path).of_day(int(time.time()) // DAY_S, "team").tokens <= 200
+        other = keys.add("other", Limits(requests_minute=1))
+        assert (await ask(played, other)).status_code == 200
+        refusal = await ask(played, other)
+        assert (refusal.status_code, int(refusal.headers["retry-after"]) <= 60) == (429, True)
+
+
+async def append(answers: list[Any], answer: Any) -> None:
+    answers.append(await answer)
+
+
+async def test_a_key_has_its_models_and_its_time(tmp_path: Path) -> None:
+    keys = Keys(tmp_path)
+    elsewhere = keys.add("elsewhere", models=("another",))
+    here = keys.add("here", models=(MODEL,), days=1)
+    now = time.time()
+    async with played_gateway(tmp_path, never_ends, clock=lambda: now) as played:
+        refused = await ask(played, elsewhere)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "model")
+        assert "this key is for another, not for 'played'" in refused.json()["error"]["message"]
+        listed = await played.http.get("/v1/models", headers={"x-api-key": elsewhere})
+        assert listed.json()["data"] == []
+        assert (await ask(played, here)).status_code == 200
+        now += DAY_S + 1
+        ended = await ask(played, here)
+        assert (ended.status_code, "this key ended on" in ended.text) == (401, True)
+
+
+def test_a_key_of_an_older_gateway_has_no_limits(tmp_path: Path) -> None:
+    (tmp_path / "gateway-keys.json").write_text('[{"name": "old", "sha256": "00", "made_at": 1}]')
+    (key,) = Keys(tmp_path).all()
+    assert (key.ends_at, key.models, key.limits) == (0, (), Limits())
+    with pytest.raises(ConfigError, match="cannot be negative"):
+        Keys(tmp_path).add("new", days=-1)
