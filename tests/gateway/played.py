@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import torch
 import trio
+from starlette.applications import Starlette
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -175,6 +176,7 @@ class PlayedGateway:
     swarm: PlayedSwarm
     keys: Keys
     prompts: PlayedPrompts
+    application: Starlette
     session_kind: type[PlayedSession] = PlayedSession
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
@@ -200,6 +202,7 @@ async def played_gateway(
     tokenizer: Tokenizer | None = None,
     template: str = CHATML,
     clock: Callable[[], float] = time.time,
+    n_running: int = 4,
     **ends: Any,
 ) -> AsyncIterator[PlayedGateway]:
     """Serve one model whose logits after each token are ``logits_after``; without them it says any token at all."""
@@ -208,7 +211,7 @@ async def played_gateway(
     vocabulary = ends.pop("vocabulary", made.get_vocab_size())
     played: Any = PlayedEnds(logits_after or (lambda token: torch.zeros(vocabulary)), vocabulary, **ends)
     swarm = PlayedSwarm()
-    turns = Turns(4, 8, 8)
+    turns = Turns(n_running, 8, 8)
     keys = Keys(folder)
     prompts: Any = PlayedPrompts(made, folder, template)
     engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
@@ -218,9 +221,10 @@ async def played_gateway(
     page = Page(nobody, models, nobody)
     quotas = Quotas(keys.limits_of, UsageFile(folder), clock)
     gateway = Gateway(models, guard, turns, (), page, quotas)
-    transport = httpx.ASGITransport(gateway.application())
+    application = gateway.application()
+    transport = httpx.ASGITransport(application)
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.run)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
-            yield PlayedGateway(http, engine, swarm, keys, prompts)
+            yield PlayedGateway(http, engine, swarm, keys, prompts, application)
         nursery.cancel_scope.cancel()

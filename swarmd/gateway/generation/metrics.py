@@ -51,7 +51,7 @@ class Metrics:
         return Histogram(f"swarmd_{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
 
     def count_answer(self, model: str, report: RowReport, finish: str, key: str) -> None:
-        """Count one answer, however it ended ("stop", "length", "tool_calls", "abort", "error"). ``key``: "" for none."""
+        """Count an answer of a key ("" for none): it ended by "stop", "length", "tool_calls", "abort" or "error"."""
         self.by_key.labels(key).inc(report.n_prompt + report.n_generated)
         self.ended.labels(model, finish).inc()
         self.prompt.labels(model).inc(report.n_prompt)
