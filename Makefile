@@ -28,9 +28,9 @@ PROGRESS := 2>&1 | awk '/^Collecting/ && ++n % 10 == 0 {print "  " n " packages 
 # clients of others, whose pytest plugins and ours would take each other's tests
 CLIENTS  := $(VENV)/clients
 
-.PHONY: help setup clients demo chat fix check test $(PARTS) prove bench clean
+.PHONY: help setup clients demo chat fix check test $(PARTS) prove agents bench clean
 help:
-	@echo "make setup | clients | demo | chat | fix | check | test | prove SEEDS=200 | bench | clean"
+	@echo "make setup | clients | demo | chat | fix | check | test | prove SEEDS=200 | agents | bench | clean"
 
 setup: $(VENV)/.ready
 $(BIN)/python:
@@ -95,6 +95,9 @@ prove: setup
 	for mode in delayed diloco streamed thinned grid ring; do $(BIN)/python -m tools.prove.training --mode $$mode --seeds 8 || exit 1; done
 	# needs a Vulkan driver, on Debian mesa-vulkan-drivers, which computes on the processor
 	GGML_VK_VISIBLE_DEVICES=0 SWARMD_TEST_DEVICE=vulkan $(BIN)/pytest tests/compute/serving/test_llama_engine.py
+
+agents: setup
+	$(BIN)/python -m tools.agents
 
 bench: setup
 	$(BIN)/python -m tools.performance --run

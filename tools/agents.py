@@ -4,7 +4,7 @@ python -m tools.agents [--only codex pi] [--folder FOLDER]
 
 The model behind the gateway says what ``script`` tells it (tests/gateway/scripted.py). Agents run as they are
 installed, without a log-in, in a network namespace with nothing but loopback in it, which takes root (``unshare -n``).
-Prints a row of docs/gateway.md, "Agents", for each. They are installed once, in FOLDER: 1.5 GB.
+Prints for each what docs/gateway.md, "Agents", says of it. They are installed once, in FOLDER: 1.5 GB.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ import trio
 from tests.gateway.scripted import ScriptedGateway, call, last_text, scripted_gateway
 
 CONTEXT = 131_072
+LONG = "the small boat goes over the quiet water and comes back when the wind turns " * 1_600
 PROMPT = "Write hello into the file made.txt"
+MORE = LONG[:20_000]  # more tokens than an eighth of its letters
 SECOND = "And now say goodbye"
 DONE = "The file says hello now."
 GOODBYE = "Goodbye then."
+TITLE = "A file that says hello"
 COMMAND = "echo hello > made.txt"
 WITHIN_S = 120.0  # for one turn of an agent; the slowest takes 20 s
 MODEL = "played"
@@ -38,7 +41,8 @@ MODEL = "played"
 class Agent:
     """How an agent is installed, told where the gateway is, asked, and asked again; and its tool for commands.
 
-    {url} stands for the gateway's address. ``files`` are written into its home.
+    {url} stands for the gateway's address. ``files`` are written into its home; ``prepare`` is run once before. One
+    that cannot go on with a conversation without a terminal has no ``again``.
     """
 
     package: str
@@ -48,6 +52,8 @@ class Agent:
     arguments: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)
+    prepare: tuple[str, ...] = ()
+    shortens: bool = True
 
 
 _CODEX = (
@@ -132,13 +138,75 @@ AGENTS = {
             }
         },
     ),
+    "copilot": Agent(
+        "@github/copilot@1.0.102",
+        ("copilot", "-p", PROMPT, "--allow-all-tools", "--no-auto-update"),
+        ("copilot", "-p", SECOND, "--continue", "--allow-all-tools", "--no-auto-update"),
+        "bash",
+        {"command": COMMAND, "description": "Writes the file"},
+        {"COPILOT_PROVIDER_BASE_URL": "{url}/v1", "COPILOT_MODEL": MODEL, "COPILOT_OFFLINE": "true"},
+    ),
+    "cn": Agent(
+        "@continuedev/cli@1.5.47",
+        ("cn", "-p", "--auto", "--config", "../config.yaml", PROMPT),
+        ("cn", "-p", "--auto", "--resume", "--config", "../config.yaml", SECOND),
+        "Bash",
+        {"command": COMMAND},
+        {"CONTINUE_TELEMETRY_ENABLED": "0"},
+        {
+            "config.yaml": {  # JSON is YAML
+                "name": "swarmd",
+                "version": "1.0.0",
+                "schema": "v1",
+                "models": [
+                    {"name": MODEL, "provider": "openai", "model": MODEL, "apiBase": "{url}/v1", "apiKey": "none"}
+                ],
+            }
+        },
+    ),
+    "cline": Agent(
+        "cline@3.0.65",
+        ("cline", "-P", "openai", "-m", MODEL, PROMPT),
+        (),
+        "run_commands",
+        {"commands": [COMMAND]},
+        {"CLINE_TELEMETRY_DISABLED": "1"},
+        prepare=("cline", "auth", "-p", "openai", "-k", "none", "-m", MODEL, "-b", "{url}/v1"),
+    ),
+    "droid": Agent(
+        "droid@0.215.0",
+        ("droid", "exec", "--auto", "medium", "-m", f"custom:{MODEL}-0", PROMPT),
+        (),
+        "Execute",
+        {
+            "command": COMMAND,
+            "summary": "Write the file with hello",
+            "riskLevelReason": "It writes a file.",
+            "riskLevel": "low",
+        },
+        {"FACTORY_API_KEY": "none"},
+        {
+            ".factory/settings.json": {
+                "customModels": [
+                    {
+                        "model": MODEL,
+                        "displayName": MODEL,
+                        "baseUrl": "{url}/v1",
+                        "apiKey": "none",
+                        "provider": "generic-chat-completion-api",
+                        "maxOutputTokens": 4_096,
+                    }
+                ]
+            }
+        },
+    ),
 }
 
 
 def script(agent: Agent, turns: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
     """What the model says: the call, then that it is done; goodbye; and a title where there are no tools."""
     if agent.tool not in [tool["function"]["name"] for tool in tools]:
-        return "A file that says hello"
+        return TITLE
     if turns[-1]["role"] == "tool":
         return DONE
     return GOODBYE if SECOND in last_text(turns, "user") else call(agent.tool, dict(agent.arguments))
@@ -150,8 +218,9 @@ class Outcome:
 
     edited: bool = False
     said: bool = False
-    went_on: bool = False
+    went_on: bool | None = False
     kept: float = 0.0
+    shortened: bool | None = None
     problem: str = ""
 
 
@@ -167,18 +236,37 @@ async def try_agent(agent: Agent, programs: Path) -> Outcome:
             for name, content in agent.files.items():
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
                 (home / name).write_text(json.dumps(content).replace("{url}", gateway.url))
+            if agent.prepare:
+                await run(agent, agent.prepare, gateway, home, programs)
             said = await run(agent, agent.ask, gateway, home, programs)
             outcome.edited = (work / "made.txt").is_file() and (work / "made.txt").read_text() == "hello\n"
             outcome.said = DONE in said
             n_before = max((report.n_prompt for report in gateway.reports), default=0)
+            if not agent.again:
+                outcome.went_on = None
+                results = last_text(gateway.asked[-1], "tool")[:500] if gateway.asked else ""
+                outcome.problem = "" if outcome.edited and outcome.said else f"{results}\n-----\n{said[-1500:]}"
+                return outcome
             n_reports = len(gateway.reports)
             said_again = await run(agent, agent.again, gateway, home, programs)
             outcome.went_on = GOODBYE in said_again
             second = max(gateway.reports[n_reports:], key=lambda report: report.n_prompt, default=None)
             outcome.kept = second.n_cached / n_before if second and n_before else 0.0
+            if agent.shortens:
+                for _ in range(2):  # pi keeps the last 20,000 tokens, whatever the context is
+                    await run(agent, _longer(agent.again, LONG), gateway, home, programs)
+                n_reports = len(gateway.reports)
+                gateway.ends.max_tokens = max(report.n_prompt for report in gateway.reports) + len(MORE) // 8
+                said_last = await run(agent, _longer(agent.again, MORE), gateway, home, programs)
+                outcome.shortened = len(gateway.reports) >= n_reports + 2  # a summary, and the question again
+                said_again += f"\n-----\n{said_last}"
             if not (outcome.edited and outcome.said and outcome.went_on):
                 outcome.problem = f"{len(gateway.asked)} requests; {said[-1500:]}\n-----\n{said_again[-1500:]}"
     return outcome
+
+
+def _longer(command: tuple[str, ...], text: str) -> tuple[str, ...]:
+    return tuple(argument.replace(SECOND, f"{SECOND}. Do not mind this: {text}") for argument in command)
 
 
 async def run(agent: Agent, command: tuple[str, ...], gateway: ScriptedGateway, home: Path, programs: Path) -> str:
@@ -219,13 +307,16 @@ def main() -> None:
         again = [sys.executable, "-m", "tools.agents", "--inside", "--folder", str(asked.folder), "--only", *asked.only]
         alone = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
         sys.exit(subprocess.run([*alone, *again]).returncode)
-    print("| agent | a file edited by a tool | what came of it said | a second turn | tokens kept for it |")
-    print("|---|---|---|---|---|")
+    print("| agent | a file edited by a tool | what came of it said | a second turn | tokens kept for it | too long |")
+    print("|---|---|---|---|---|---|")
     is_fine = True
     for name in asked.only:
         outcome = trio.run(try_agent, AGENTS[name], asked.folder)
-        marks = ["yes" if seen else "no" for seen in (outcome.edited, outcome.said, outcome.went_on)]
-        print(f"| {AGENTS[name].package} | {' | '.join(marks)} | {outcome.kept:.1%} |", flush=True)
+        seen = (outcome.edited, outcome.said, outcome.went_on)
+        marks = ["not by a command" if mark is None else "yes" if mark else "no" for mark in seen]
+        kept = f"{min(1.0, outcome.kept):.1%}" if AGENTS[name].again else ""
+        shortened = {None: "", True: "shortens, goes on", False: "says so, ends"}[outcome.shortened]
+        print(f"| {AGENTS[name].package} | {' | '.join(marks)} | {kept} | {shortened} |", flush=True)
         if outcome.problem:
             is_fine = False
             print(outcome.problem, file=sys.stderr)

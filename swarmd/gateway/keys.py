@@ -13,7 +13,7 @@ import msgspec
 
 from swarmd.errors import ConfigError
 from swarmd.folders import write_file
-from swarmd.gateway.generation.quotas import Limits
+from swarmd.gateway.generation.quotas import KeyLimits
 from swarmd.protocol.untrusted import read_json
 
 FILE = "gateway-keys.json"
@@ -32,7 +32,7 @@ class ApiKey(msgspec.Struct, frozen=True):
     made_at: int
     ends_at: int = 0
     models: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
 
 
 class Keys:
@@ -57,7 +57,7 @@ class Keys:
     def add(
         self,
         name: str,
-        limits: Limits = Limits(),
+        limits: KeyLimits = KeyLimits(),
         models: tuple[str, ...] = (),
         days: float = 0,
     ) -> str:
@@ -85,10 +85,10 @@ class Keys:
         """Return the key of a name; None for one that is not known."""
         return next((key for key in self.all() if key.name == name), None)
 
-    def limits_of(self, name: str) -> Limits:
+    def limits_of(self, name: str) -> KeyLimits:
         """Return what the key of a name may use; who needs no key has no limits."""
         key = self.named(name)
-        return key.limits if key else Limits()
+        return key.limits if key else KeyLimits()
 
     def whose(self, presented_key: str) -> ApiKey | None:
         """Return a key, compared in constant time; None for one that is not known."""

@@ -76,9 +76,10 @@ class ScriptedModel:
 
 @dataclass
 class ScriptedGateway:
-    """Where it listens, what it was asked, and what became of it."""
+    """Where it listens, what it was asked, and what became of it. ``ends.max_tokens`` is the model's context."""
 
     url: str
+    ends: Any = None
     asked: list[list[dict[str, Any]]] = field(default_factory=list)
     reports: list[RowReport] = field(default_factory=list)
 
@@ -103,6 +104,7 @@ async def scripted_gateway(folder: Path, script: Script, context: int) -> AsyncI
     async with played_gateway(
         folder, model.logits_after, template=TEMPLATE, max_tokens=context, family="qwen2", n_running=1
     ) as played:
+        gateway.ends = played.engine.ends
         write = played.engine.write
 
         async def note(options: Any, on_delta: Any, report: RowReport) -> None:

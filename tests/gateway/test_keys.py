@@ -11,7 +11,7 @@ import torch
 import trio
 
 from swarmd.errors import ConfigError
-from swarmd.gateway.generation.quotas import DAY_S, Limits, UsageFile
+from swarmd.gateway.generation.quotas import DAY_S, KeyLimits, UsageFile
 from swarmd.gateway.keys import Keys
 from tests.gateway.played import MODEL, PlayedGateway, played_gateway
 
@@ -30,7 +30,7 @@ async def ask(played: PlayedGateway, key: str, **body: Any) -> Any:
 
 async def test_fifty_at_once_keep_to_a_quota_and_a_restart_forgives_nothing(tmp_path: Path) -> None:
     keys = Keys(tmp_path)
-    key = keys.add("team", Limits(tokens_day=200))
+    key = keys.add("team", KeyLimits(tokens_day=200))
     answers: list[Any] = []
     async with played_gateway(tmp_path, never_ends) as played, trio.open_nursery() as nursery:
         for _ in range(50):
@@ -49,7 +49,7 @@ async def test_fifty_at_once_keep_to_a_quota_and_a_restart_forgives_nothing(tmp_
         assert (again.status_code, again.json()["error"]["code"]) == (429, "insufficient_quota")
         assert "retry-after" not in again.headers
         assert UsageFile(tmp_path).of_day(int(time.time()) // DAY_S, "team").tokens <= 200
-        other = keys.add("other", Limits(requests_minute=1))
+        other = keys.add("other", KeyLimits(requests_minute=1))
         assert (await ask(played, other)).status_code == 200
         refusal = await ask(played, other)
         assert (refusal.status_code, int(refusal.headers["retry-after"]) <= 60) == (429, True)
@@ -79,6 +79,6 @@ async def test_a_key_has_its_models_and_its_time(tmp_path: Path) -> None:
 def test_a_key_of_an_older_gateway_has_no_limits(tmp_path: Path) -> None:
     (tmp_path / "gateway-keys.json").write_text('[{"name": "old", "sha256": "00", "made_at": 1}]')
     (key,) = Keys(tmp_path).all()
-    assert (key.ends_at, key.models, key.limits) == (0, (), Limits())
+    assert (key.ends_at, key.models, key.limits) == (0, (), KeyLimits())
     with pytest.raises(ConfigError, match="cannot be negative"):
         Keys(tmp_path).add("new", days=-1)

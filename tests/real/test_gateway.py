@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -111,6 +112,31 @@ def test_answers_equal_transformers_own(stage: Stage, expected: dict[str, str]) 
         together = list(pool.map(lambda q: stage.ask(q).choices[0].message.content, QUESTIONS))
     assert dict(zip(QUESTIONS, together, strict=True)) == expected
     assert stage.stream(QUESTIONS[0])[0] == expected[QUESTIONS[0]]
+
+
+def test_prompts_are_as_likely_as_transformers_says(stage: Stage) -> None:
+    """Texts of a package and what might follow them, as lm-eval measures a model: the likeliest end is the same."""
+    source = inspect.getdoc(json) or ""
+    ends = (" JSON objects", " of the sea and the sky", "0000000000")
+    tokenizer = AutoTokenizer.from_pretrained(stage.folder)
+    model = AutoModelForCausalLM.from_pretrained(stage.folder, dtype=torch.float32)
+    prompts = [tokenizer(source + end).input_ids for end in ends]
+    answer = stage.client.completions.create(
+        model="smol", prompt=prompts, max_tokens=1, logprobs=1, echo=True, temperature=0
+    )
+    sums = []
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        given = torch.tensor(choice.logprobs.token_logprobs[1 : len(prompt)])
+        assert float((given - expected).abs().max()) < 1e-3
+        assert abs(float(given.sum() - expected.sum())) < 5e-3
+        sums.append(float(given.sum()))
+    assert len(prompts[0]) > 200
+    assert sums.index(max(sums)) == 0
 
 
 def test_a_next_turn_sends_only_what_is_new(stage: Stage) -> None:

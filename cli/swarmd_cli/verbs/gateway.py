@@ -96,10 +96,10 @@ def add(
 
     Example: swarmd gateway key add laptop --tokens-day 1000000 --days 30
     """
-    from swarmd.gateway.generation.quotas import Limits
+    from swarmd.gateway.generation.quotas import KeyLimits
     from swarmd.gateway.keys import Keys
 
-    limits = Limits(requests_day, requests_minute, tokens_day, tokens_minute)
+    limits = KeyLimits(requests_day, requests_minute, tokens_day, tokens_minute)
     api_key = Keys(home().folder).add(name, limits, tuple(model or ()), days)
     print(api_key)
     print("It is not shown again; only its hash is kept.", file=sys.stderr)

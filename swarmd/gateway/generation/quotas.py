@@ -39,7 +39,7 @@ insert into used values (?, ?, ?, ?, ?) on conflict do update set
 """
 
 
-class Limits(msgspec.Struct, frozen=True):
+class KeyLimits(msgspec.Struct, frozen=True):
     """What one key may use, 0 for no limit: requests, and tokens of prompts and answers together, in a day (UTC)."""
 
     requests_day: int = 0
@@ -114,7 +114,7 @@ class UsageFile:
 
 
 @dataclass(slots=True)
-class Window:
+class UsageWindow:
     """What a key used in a stretch of time, ``number`` counted in lengths of it since 1970."""
 
     number: int
@@ -126,8 +126,8 @@ class Window:
 class KeyState:
     """A key's day and minute, and the tokens that answers under way may still take."""
 
-    day: Window
-    minute: Window
+    day: UsageWindow
+    minute: UsageWindow
     n_reserved: int = 0
 
 
@@ -139,7 +139,7 @@ class Quotas:
     is left, and ends there (``length``).
     """
 
-    limits_of: Callable[[str], Limits]
+    limits_of: Callable[[str], KeyLimits]
     file: UsageFile
     clock: Callable[[], float]
     _states: dict[str, KeyState] = field(default_factory=dict)
@@ -191,10 +191,10 @@ class Quotas:
         if state is None or state.day.number != day:
             used = self.file.of_day(day, key)
             n_reserved = state.n_reserved if state else 0
-            state = KeyState(Window(day, used.requests, used.tokens), Window(minute), n_reserved)
+            state = KeyState(UsageWindow(day, used.requests, used.tokens), UsageWindow(minute), n_reserved)
             self._states[key] = state
         if state.minute.number != minute:
-            state.minute = Window(minute)
+            state.minute = UsageWindow(minute)
         return state
 
     def _refuse(self, what: str, length_s: int) -> QuotaUsedUp:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmd.errors import ConfigError
-from swarmd.gateway.generation.quotas import DAY_S, FILE, Limits, Quotas, QuotaUsedUp, UsageFile, Used
+from swarmd.gateway.generation.quotas import DAY_S, FILE, KeyLimits, Quotas, QuotaUsedUp, UsageFile, Used
 
 NOON = 20_000 * DAY_S + DAY_S // 2
 
@@ -17,7 +17,7 @@ class Stage:
 
     def __init__(self, folder: Path, **limits: int) -> None:
         self.now = float(NOON)
-        self.quotas = Quotas(lambda key: Limits(**limits), UsageFile(folder), lambda: self.now)
+        self.quotas = Quotas(lambda key: KeyLimits(**limits), UsageFile(folder), lambda: self.now)
 
     def answer(self, n_prompt: int, n_more: int, n_generated: int | None = None) -> int:
         """Take an answer; returns how long it might have been."""
