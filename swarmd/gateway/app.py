@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swarmd.gateway.apis import anthropic, completions, openai, refusals, responses, schema, tokens
+from swarmd.gateway.apis import anthropic, completions, ollama, openai, refusals, responses, schema, tokens
 from swarmd.gateway.apis.openapi import openapi
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.apis.skipped import Skipped
 from swarmd.gateway.apis.streams import (
     Emit,
     EventStream,
+    LineStream,
     WholeAnswer,
     error_response,
     json_response,
@@ -35,7 +37,6 @@ from swarmd.gateway.page import Page
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request, str], Awaitable[Response]]
 COUNT = "/v1/messages/count_tokens"
-HELPERS = ("/tokenize", "/detokenize")
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -49,6 +50,7 @@ class ApiForm(NamedTuple):
     stream: Callable[[Sequence[PreparedRequest], Any, Emit], Awaitable[None]]
     fail: Callable[[Emit, ApiError], Awaitable[None]] = openai.emit_error
     refuse: Callable[[ApiError], Response] = error_response
+    streams: type[EventStream] = EventStream
 
 
 def _single_prompt_form(
@@ -93,7 +95,32 @@ FORMS = {
         anthropic.emit_error,
         anthropic.error_response,
     ),
+    "/api/chat": _single_prompt_form(
+        ollama.OllamaChatRequest,
+        ollama.parse_chat,
+        ollama.answer,
+        ollama.stream,
+        ollama.emit_error,
+        ollama.format_error,
+        LineStream,
+    ),
+    "/api/generate": _single_prompt_form(
+        ollama.OllamaGenerateRequest,
+        ollama.parse_generate,
+        ollama.answer,
+        ollama.stream,
+        ollama.emit_error,
+        ollama.format_error,
+        LineStream,
+    ),
 }
+
+
+POSTS = (*FORMS, COUNT, "/tokenize", "/detokenize", "/api/show", "/api/pull")
+GETS = (
+    *("/v1/models", "/health", "/metrics", "/openapi.json", "/tokenizer_info"),
+    *("/api/tags", "/api/ps", "/api/version"),
+)
 
 
 class Gateway:
@@ -132,6 +159,11 @@ class Gateway:
                 self._route("/tokenize", self._tokenize, "POST"),
                 self._route("/detokenize", self._detokenize, "POST"),
                 self._route("/tokenizer_info", self._tokenizer_info),
+                self._route("/api/tags", self._list_for_ollama),
+                self._route("/api/ps", self._list_loaded),
+                self._route("/api/version", self._tell_version),
+                self._route("/api/show", self._show_for_ollama, "POST"),
+                self._route("/api/pull", self._pull, "POST"),
                 self._route("/openapi.json", self._describe),
                 self._route("/", self.page.file),
                 self._route("/page/files/{name}", self.page.file),
@@ -156,8 +188,7 @@ class Gateway:
                 response = Response(status_code=204) if request.method == "OPTIONS" else await handler(request, key)
             except ApiError as error:
                 self.metrics.refused.labels(str(error.status)).inc()
-                is_anthropic = request.url.path.startswith("/v1/messages")
-                response = anthropic.error_response(error) if is_anthropic else error_response(error)
+                response = _refuse(request.url.path, error)
             if request.headers.get("origin") in self._origins:
                 allow_origin(response, request.headers["origin"])
             return response
@@ -181,8 +212,7 @@ class Gateway:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, request: Request, key: str) -> Response:
-        allowed = self.guard.models_of(key)
-        entries = [_model_entry(model) for model in self.models.list_models() if not allowed or model.name in allowed]
+        entries = [_model_entry(model) for model in self._allowed_models(key)]
         return json_response({"object": "list", "data": entries})
 
     async def _show_model(self, request: Request, key: str) -> Response:
@@ -194,6 +224,47 @@ class Gateway:
             if model.name == name:
                 return json_response(_model_entry(model))
         raise refusals.unknown_model(name, [model.name for model in listed])
+
+    # --- Ollama's -----------------------------------------------------------------------------------------------
+
+    async def _list_for_ollama(self, request: Request, key: str) -> Response:
+        entries = [ollama.list_entry(model.name, model.model) for model in self._allowed_models(key)]
+        return json_response({"models": entries})
+
+    async def _list_loaded(self, request: Request, key: str) -> Response:
+        engines = self.models.loaded_engines()
+        allowed = [model for model in self._allowed_models(key) if model.name in engines]
+        entries = [ollama.list_entry(m.name, m.model, engines[m.name].ends.family) for m in allowed]
+        never = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z"}
+        return json_response({"models": [{**entry, **never} for entry in entries]})
+
+    async def _tell_version(self, request: Request, key: str) -> Response:
+        return json_response({"version": ollama.VERSION})
+
+    async def _show_for_ollama(self, request: Request, key: str) -> Response:
+        body = schema.decode_request(await read_body(request), ollama.OllamaModelRequest, Skipped())
+        self._require_model(key, body.asked)
+        engine = await self.models.load_engine(body.asked)
+        context, chats = engine.ends.max_tokens, engine.prompts.has_template
+        return json_response(ollama.show_model(body.asked, engine.model, engine.ends.family, context, chats))
+
+    async def _pull(self, request: Request, key: str) -> Response:
+        """Say that a model is there: its blocks lie at the servers, and nothing is fetched for it."""
+        body = schema.decode_request(await read_body(request), ollama.OllamaModelRequest, Skipped())
+        name = self.models.meant(body.asked)
+        self._require_model(key, name)
+        names = [model.name for model in self.models.list_models()]
+        if name not in names:
+            raise refusals.unknown_model(name, names)
+
+        async def say_so(emit: Emit) -> None:
+            await emit.send_line({"status": "success"})
+
+        return LineStream(say_so, ollama.emit_error) if body.stream else json_response({"status": "success"})
+
+    def _allowed_models(self, key: str) -> list[ListedModel]:
+        allowed = self.guard.models_of(key)
+        return [model for model in self.models.list_models() if not allowed or model.name in allowed]
 
     async def _describe(self, request: Request, key: str) -> Response:
         kinds = {path: form.request for path, form in FORMS.items()}
@@ -211,7 +282,7 @@ class Gateway:
         self._admit(key, body.model)
         prepared_requests = await self._prepare_all(request, form.parse(body, key, skipped))
         if body.stream:
-            return EventStream(lambda emit: form.stream(prepared_requests, body, emit), form.fail, skipped.headers)
+            return form.streams(lambda emit: form.stream(prepared_requests, body, emit), form.fail, skipped.headers)
         return WholeAnswer(lambda: form.answer(prepared_requests, body), form.refuse, skipped.headers)
 
     async def _prepare_all(self, request: Request, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
@@ -222,6 +293,7 @@ class Gateway:
 
         async def prepare_each() -> None:
             for generation_request in requests:
+                generation_request = replace(generation_request, model=self.models.meant(generation_request.model))
                 prepared = await prepare_request(engine, generation_request, self.metrics, self.quotas)
                 prepared_requests.append(prepared)
 
@@ -230,14 +302,17 @@ class Gateway:
 
     def _admit(self, key: str, name: str) -> None:
         """Count a request; refuse one too many, and a model that the key is not for. Raises ApiError."""
-        allowed = self.guard.models_of(key)
-        if allowed and not {name, self.models.meant(name)} & set(allowed):
-            message = f"this key is for {', '.join(allowed)}, not for {name[:100]!r}"
-            raise ApiError(403, "permission_error", message, "model", "model_not_found")
+        self._require_model(key, name)
         try:
             self.quotas.admit(key)
         except QuotaUsedUp as error:
             raise refusals.quota_used_up(error) from None
+
+    def _require_model(self, key: str, name: str) -> None:
+        allowed = self.guard.models_of(key)
+        if allowed and not {name, self.models.meant(name)} & set(allowed):
+            message = f"this key is for {', '.join(allowed)}, not for {name[:100]!r}"
+            raise ApiError(403, "permission_error", message, "model", "model_not_found")
 
     async def _count(self, request: Request, key: str) -> Response:
         skipped = Skipped()
@@ -267,20 +342,28 @@ def explain_missing_path(method: str, path: str) -> ApiError:
     """Say what is wrong with an address, and which one was meant, where that can be told."""
     shown = path[:100]
     names = [part for part in path.split("/") if part and part != "v1"]
-    intended_path = "/v1/" + "/".join(names)
-    takes_post = intended_path in (*FORMS, COUNT) or path in HELPERS
-    is_there = takes_post or intended_path == "/v1/models"
+    meant_paths = ["/v1/" + "/".join(names), "/" + "/".join(names)]
+    intended_path = next((meant for meant in meant_paths if meant in (*POSTS, *GETS)), "")
+    takes_post = intended_path in POSTS
+    is_there = bool(intended_path)
     status = 404
     if is_there and intended_path != path:
         message = f"there is nothing at {shown}: did you mean {intended_path}?"
-    elif is_there or path in ("/health", "/metrics", "/openapi.json", "/tokenizer_info", *HELPERS):
+    elif is_there:
         status = 405
         message = f"{shown} is asked by {'POST' if takes_post else 'GET'}, not by {method[:16]}"
-    elif names[-1:] == ["embeddings"]:
+    elif names[-1:] in (["embeddings"], ["embed"]):
         message = "there are no embeddings here: models of the swarm write text"
     else:
         message = f"there is nothing at {shown}; see /openapi.json for what there is"
     return ApiError(status, "invalid_request_error", message)
+
+
+def _refuse(path: str, error: ApiError) -> Response:
+    """Answer with an error in the form of the API that was asked."""
+    if path.startswith("/v1/messages"):
+        return anthropic.error_response(error)
+    return ollama.format_error(error) if path.startswith("/api/") else error_response(error)
 
 
 async def _answer_broken(request: Request, error: Exception) -> Response:

@@ -43,6 +43,7 @@ class ListedModel:
 
 
 ANY_NAME = "*"  # in ``names``: whatever is asked for
+LATEST = ":latest"  # which programs that know Ollama write behind names
 
 
 class ServedModels:
@@ -111,8 +112,9 @@ class ServedModels:
         """Which model a name stands for: that of the swarm, else what the settings say, else itself."""
         # Programs ask for models of their makers, for small tasks beside the one that was chosen: Claude Code does.
         listed = self._swarm.view().catalog.models
-        if name in listed or name in {model for model, _ in listed.values()}:
-            return name
+        for known in (name, name.removesuffix(LATEST)):
+            if known in listed or known in {model for model, _ in listed.values()}:
+                return known
         return self._names.get(name, self._names.get(ANY_NAME, name))
 
     async def load_engine(self, name: str) -> GenerationEngine:

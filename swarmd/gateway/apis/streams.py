@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 5.0  # of silence in a stream: proxies cut it after 50
 STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -46,6 +45,10 @@ class Emit:
         head = f"event: {name}\n".encode() if name else b""
         await self.send_raw(head + b"data: " + data + b"\n\n")
 
+    async def send_line(self, value: Any) -> None:
+        """Send one line of JSON, where the API has no events."""
+        await self.send_raw(msgspec.json.encode(value) + b"\n")
+
     async def send_raw(self, data: bytes) -> None:
         """Send bytes, one sender at a time: an event must not be cut by a sign of life."""
         async with self._lock:
@@ -65,6 +68,9 @@ class Emit:
 class EventStream(Response):
     """Server-sent events, written by ``produce``; ``fail`` puts an error into the API's form."""
 
+    content_type = b"text/event-stream; charset=utf-8"
+    greeting = b": one moment\n\n"
+
     def __init__(
         self,
         produce: Callable[[Emit], Awaitable[None]],
@@ -77,12 +83,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         own_headers = [header for header in self.raw_headers if header[0] != b"content-length"]  # of an empty body
-        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *own_headers]})
+        headers = [(b"content-type", self.content_type), *STREAM_HEADERS, *own_headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         emit = Emit(send)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
             nursery.start_soon(_keep_alive, emit)
-            await emit.send_raw(b": one moment\n\n")
+            if self.greeting:
+                await emit.send_raw(self.greeting)
             try:
                 await self._produce(emit)
             except ApiError as error:
@@ -92,6 +100,13 @@ class EventStream(Response):
                 await self._fail(emit, internal_error())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
+
+
+class LineStream(EventStream):
+    """The same as lines of JSON, which begin when there is something to say."""
+
+    content_type = b"application/x-ndjson"
+    greeting = b""
 
 
 class WholeAnswer(Response):
