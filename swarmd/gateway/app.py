@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from swarmd.gateway.apis import anthropic, completions, ollama, openai, refusals, responses, schema, tokens
 from swarmd.gateway.apis.openapi import openapi
 from swarmd.gateway.apis.refusals import ApiError
-from swarmd.gateway.apis.skipped import Skipped
+from swarmd.gateway.apis.skipped import HEADER, Skipped
 from swarmd.gateway.apis.streams import (
     Emit,
     EventStream,
@@ -116,6 +117,9 @@ FORMS = {
 }
 
 
+HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
+MOST_HEADERS = 64  # that a page may ask to send
+ALLOWED_HEADERS = ("authorization", "content-type", "x-api-key")  # where it does not say which
 POSTS = (*FORMS, COUNT, "/tokenize", "/detokenize", "/api/show", "/api/pull")
 GETS = (
     *("/v1/models", "/health", "/metrics", "/openapi.json", "/tokenizer_info"),
@@ -190,7 +194,7 @@ class Gateway:
                 self.metrics.refused.labels(str(error.status)).inc()
                 response = _refuse(request.url.path, error)
             if request.headers.get("origin") in self._origins:
-                allow_origin(response, request.headers["origin"])
+                allow_origin(response, request)
             return response
 
         return answer
@@ -372,10 +376,16 @@ async def _answer_broken(request: Request, error: Exception) -> Response:
     return error_response(refusals.internal_error())
 
 
-def allow_origin(response: Response, origin: str) -> None:
-    """Let a page of an origin that was configured read the answer."""
-    response.headers["access-control-allow-origin"] = origin
-    response.headers["access-control-allow-headers"] = "authorization, content-type, x-api-key"
+def allow_origin(response: Response, request: Request) -> None:
+    """Let a page of an origin that was configured send what it asks to send, and read the answer."""
+    # Clients for browsers send headers of their own, whose names change with their versions: whatever they ask for.
+    asked = request.headers.get("access-control-request-headers", "")
+    names = [name.strip() for name in asked.split(",")]
+    named = [name for name in names if HEADER_NAME.fullmatch(name)][:MOST_HEADERS]
+    response.headers["access-control-allow-origin"] = request.headers["origin"]
+    response.headers["access-control-allow-headers"] = ", ".join(named or ALLOWED_HEADERS)
+    response.headers["access-control-allow-methods"] = "GET, POST"
+    response.headers["access-control-expose-headers"] = f"retry-after, {HEADER}"
     response.headers["vary"] = "origin"
 
 

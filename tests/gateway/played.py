@@ -203,6 +203,7 @@ async def played_gateway(
     template: str = CHATML,
     clock: Callable[[], float] = time.time,
     n_running: int = 4,
+    origins: tuple[str, ...] = (),
     **ends: Any,
 ) -> AsyncIterator[PlayedGateway]:
     """Serve one model whose logits after each token are ``logits_after``; without them it says any token at all."""
@@ -217,10 +218,10 @@ async def played_gateway(
     engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
     models: Any = PlayedModels(engine)
     nobody: Any = None
-    guard = Guard(keys, (), (), "token", True, clock)
+    guard = Guard(keys, (), origins, "token", True, clock)
     page = Page(nobody, models, nobody)
     quotas = Quotas(keys.limits_of, UsageFile(folder), clock)
-    gateway = Gateway(models, guard, turns, (), page, quotas)
+    gateway = Gateway(models, guard, turns, origins, page, quotas)
     application = gateway.application()
     transport = httpx.ASGITransport(application)
     async with trio.open_nursery() as nursery:

@@ -348,6 +348,22 @@ async def test_a_wrong_address_is_answered_with_the_one_meant(
         assert message in json.dumps(answer.json())
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_page_of_an_origin_that_is_let_in_reads_the_answer(tmp_path: Path, is_streamed: bool) -> None:
+    origin = {"origin": "https://chat.example"}
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+    body = {"model": "played", "messages": USER, "max_tokens": 4, "stream": is_streamed}
+    async with played_gateway(tmp_path, origins=("https://chat.example",)) as played:
+        before = await played.http.options("/v1/chat/completions", headers={**origin, **asks})
+        assert before.status_code == 204
+        assert before.headers["access-control-allow-headers"] == "authorization, x-stainless-os"
+        answer = await played.http.post("/v1/chat/completions", json=body, headers=origin)
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+        other = await played.http.options("/v1/chat/completions", headers={**asks, "origin": "https://other.example"})
+        assert other.status_code == 403
+        assert "access-control-allow-origin" not in other.headers
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0:4180", "host.docker.internal:4180"])
 async def test_a_foreign_host_is_told_of_the_setting(tmp_path: Path, host: str) -> None:
     async with played_gateway(tmp_path) as played:
