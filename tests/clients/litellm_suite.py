@@ -50,5 +50,5 @@ def test_errors_are_the_classes_that_it_knows() -> None:
         litellm.completion(**options(model="openai/nope"))
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(**options(temperature=5))
-    with pytest.raises(litellm.BadRequestError, match="8192"):
-        litellm.completion(**options(max_tokens=9_000))
+    with pytest.raises(litellm.ContextWindowExceededError, match="8192"):
+        litellm.completion(**options(messages=[{"role": "user", "content": "word " * 9_000}]))

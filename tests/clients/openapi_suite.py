@@ -26,13 +26,18 @@ def within_reach(body: Any, number: int) -> Any:
     """The same request, of a model that is there, and with an answer that ends soon."""
     if not isinstance(body, dict):
         return body
-    for name in LIMITS:
-        if name in body or (number % 2 and name == LIMITS[0]):
-            body = {**body, name: MOST[name]}
     for name in ("n", "best_of"):
         if isinstance(body.get(name), int):
             body = {**body, name: min(body[name], MOST[name])}
-    return {**body, "model": "smol"} if number % 2 else body
+    if not number % 2:
+        return body
+    for name in LIMITS:  # without one an answer goes on to the end of the context
+        if isinstance(body.get(name), int | None):
+            body = {**body, name: MOST[name]}
+    options = body.get("options")
+    if isinstance(options, dict | None):
+        body = {**body, "options": {**(options or {}), "num_predict": MOST["max_tokens"]}}
+    return {**body, "model": "smol"}
 
 
 @schema.parametrize()

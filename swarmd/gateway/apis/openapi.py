@@ -20,6 +20,8 @@ ERRORS = {
     "503": "blocks of the model are missing: come again after retry-after seconds",
 }
 JSON = "application/json"
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 
 
 def openapi(requests: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
@@ -28,13 +30,15 @@ def openapi(requests: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     by_struct = dict(zip(structs, schemas, strict=True))
     any_object = {"type": "object"}
-    error_schema = {"type": "object", "required": ["error"], "properties": {"error": any_object}}
+    of_error = {"error": {"type": ["object", "string"]}}  # Ollama's is a sentence
+    error_schema = {"type": "object", "required": ["error"], "properties": of_error}
     error = {JSON: {"schema": error_schema}}
     refusals = {status: {"description": description, "content": error} for status, description in ERRORS.items()}
-    answer = {"description": "the answer", "content": {JSON: {"schema": any_object}, "text/event-stream": {}}}
     paths = {}
     for path, struct in requests.items():
         body = {"required": True, "content": {JSON: {"schema": by_struct[struct]}}}
+        streams = LINES if path.startswith("/api/") else EVENTS
+        answer = {"description": "the answer", "content": {JSON: {"schema": any_object}, streams: {}}}
         paths[path] = {"post": {"requestBody": body, "responses": {"200": answer, **refusals}}}
     info = {"title": "swarmd gateway", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
