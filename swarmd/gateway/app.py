@@ -28,6 +28,7 @@ from swarmd.gateway.apis.streams import (
     run_while_connected,
 )
 from swarmd.gateway.apis.talk import GenerationRequest, PreparedRequest, make_prompt, prepare_request
+from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.metrics import Metrics
 from swarmd.gateway.generation.quotas import Quotas, QuotaUsedUp
 from swarmd.gateway.generation.turns import Turns
@@ -213,7 +214,7 @@ class Gateway:
         self.metrics.waiting.set(self.turns.n_waiting)
         for name, engine in self.models.loaded_engines().items():
             self.metrics.kept.labels(name).set(engine.n_kept)
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.metrics.text(with_keys=not key), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, request: Request, key: str) -> Response:
         entries = [_model_entry(model) for model in self._allowed_models(key)]
@@ -221,11 +222,11 @@ class Gateway:
 
     async def _show_model(self, request: Request, key: str) -> Response:
         name = request.path_params["name"]
-        listed = self.models.list_models()
+        listed = self._allowed_models(key)
         if not name:
             return await self._nothing_here(request, key)
         for model in listed:
-            if model.name == name:
+            if model.model == self.models.identify(name):
                 return json_response(_model_entry(model))
         raise refusals.unknown_model(name, [model.name for model in listed])
 
@@ -247,19 +248,17 @@ class Gateway:
 
     async def _show_for_ollama(self, request: Request, key: str) -> Response:
         body = schema.decode_request(await read_body(request), ollama.OllamaModelRequest, Skipped())
-        self._require_model(key, body.asked)
-        engine = await self.models.load_engine(body.asked)
+        engine = await self._load_for(key, body.asked)
         context, chats = engine.ends.max_tokens, engine.prompts.has_template
         return json_response(ollama.show_model(body.asked, engine.model, engine.ends.family, context, chats))
 
     async def _pull(self, request: Request, key: str) -> Response:
         """Say that a model is there: its blocks lie at the servers, and nothing is fetched for it."""
         body = schema.decode_request(await read_body(request), ollama.OllamaModelRequest, Skipped())
-        name = self.models.meant(body.asked)
-        self._require_model(key, name)
-        names = [model.name for model in self.models.list_models()]
-        if name not in names:
-            raise refusals.unknown_model(name, names)
+        self._require_model(key, body.asked)
+        listed = self.models.list_models()
+        if self.models.identify(body.asked) not in [model.model for model in listed]:
+            raise refusals.unknown_model(body.asked, [model.name for model in listed])
 
         async def say_so(emit: Emit) -> None:
             await emit.send_line({"status": "success"})
@@ -267,8 +266,8 @@ class Gateway:
         return LineStream(say_so, ollama.emit_error) if body.stream else json_response({"status": "success"})
 
     def _allowed_models(self, key: str) -> list[ListedModel]:
-        allowed = self.guard.models_of(key)
-        return [model for model in self.models.list_models() if not allowed or model.name in allowed]
+        allowed = {self.models.identify(name) for name in self.guard.models_of(key)}
+        return [model for model in self.models.list_models() if not allowed or model.model in allowed]
 
     async def _describe(self, request: Request, key: str) -> Response:
         kinds = {path: form.request for path, form in FORMS.items()}
@@ -283,8 +282,14 @@ class Gateway:
     async def _answer(self, request: Request, key: str, form: ApiForm) -> Response:
         skipped = Skipped()
         body = schema.decode_request(await read_body(request), form.request, skipped)
-        self._admit(key, body.model)
-        prepared_requests = await self._prepare_all(request, form.parse(body, key, skipped))
+        self._require_model(key, body.model)
+        if ollama.is_empty(body):
+            if not ollama.lets_go(body):
+                await self.models.load_engine(body.model)
+            return json_response(ollama.answer_empty(body))
+        requests = form.parse(body, key, skipped)
+        self._admit(key)
+        prepared_requests = await self._prepare_all(request, requests)
         if body.stream:
             return form.streams(lambda emit: form.stream(prepared_requests, body, emit), form.fail, skipped.headers)
         return WholeAnswer(lambda: form.answer(prepared_requests, body), form.refuse, skipped.headers)
@@ -304,41 +309,46 @@ class Gateway:
         await run_while_connected(request.receive, prepare_each)
         return prepared_requests
 
-    def _admit(self, key: str, name: str) -> None:
-        """Count a request; refuse one too many, and a model that the key is not for. Raises ApiError."""
-        self._require_model(key, name)
+    def _admit(self, key: str) -> None:
+        """Count a request. Raises ApiError for one too many."""
         try:
             self.quotas.admit(key)
         except QuotaUsedUp as error:
             raise refusals.quota_used_up(error) from None
 
+    async def _load_for(self, key: str, name: str) -> GenerationEngine:
+        """The engine of a model that a key is for. Raises ApiError."""
+        self._require_model(key, name)
+        return await self.models.load_engine(name)
+
     def _require_model(self, key: str, name: str) -> None:
+        """Refuse a model that a key is not for, whatever it is called. Raises ApiError."""
         allowed = self.guard.models_of(key)
-        if allowed and not {name, self.models.meant(name)} & set(allowed):
+        if allowed and self.models.identify(name) not in {self.models.identify(known) for known in allowed}:
             message = f"this key is for {', '.join(allowed)}, not for {name[:100]!r}"
             raise ApiError(403, "permission_error", message, "model", "model_not_found")
 
     async def _count(self, request: Request, key: str) -> Response:
         skipped = Skipped()
         body = schema.decode_request(await read_body(request), anthropic.MessagesRequest, skipped)
-        engine = await self.models.load_engine(body.model)
+        engine = await self._load_for(key, body.model)
         prompt = await make_prompt(engine, anthropic.parse_request(body, key, skipped))
         return json_response({"input_tokens": len(prompt.ids)}, headers=skipped.headers)
 
     async def _tokenize(self, request: Request, key: str) -> Response:
         skipped = Skipped()
         body = schema.decode_request(await read_body(request), tokens.TokenizeRequest, skipped)
-        engine = await self.models.load_engine(body.model or self.models.only_model())
+        engine = await self._load_for(key, body.model or self.models.only_model())
         return json_response(await tokens.tokenize(engine, body, skipped), headers=skipped.headers)
 
     async def _detokenize(self, request: Request, key: str) -> Response:
         skipped = Skipped()
         body = schema.decode_request(await read_body(request), tokens.DetokenizeRequest, skipped)
-        engine = await self.models.load_engine(body.model or self.models.only_model())
+        engine = await self._load_for(key, body.model or self.models.only_model())
         return json_response(tokens.detokenize(engine, body), headers=skipped.headers)
 
     async def _tokenizer_info(self, request: Request, key: str) -> Response:
-        engine = await self.models.load_engine(request.query_params.get("model") or self.models.only_model())
+        engine = await self._load_for(key, request.query_params.get("model") or self.models.only_model())
         return json_response(tokens.tokenizer_info(engine.prompts.folder))
 
 

@@ -18,6 +18,7 @@ from swarmd.protocol.untrusted import read_json
 
 FILE = "gateway-keys.json"
 PREFIX = "sk-swarmd-"
+MOST_DAYS = 36_500  # until a key ends
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -67,8 +68,8 @@ class Keys:
         if any(key.name == name for key in self.all()):
             raise ConfigError(f"there is a key {name!r} already: remove it first, or choose another name")
         key = PREFIX + secrets.token_urlsafe(32)
-        if days < 0 or any(limit < 0 for limit in msgspec.structs.astuple(limits)):
-            raise ConfigError("limits and days of a key cannot be negative")
+        if not 0 <= days < MOST_DAYS or any(limit < 0 for limit in msgspec.structs.astuple(limits)):
+            raise ConfigError(f"limits of a key cannot be negative, and its days are 0 to {MOST_DAYS}")
         now = int(time.time())
         entry = ApiKey(name, _hash(key), now, now + round(days * 86_400) if days else 0, models, limits)
         self._write([*self.all(), entry])
@@ -85,10 +86,10 @@ class Keys:
         """Return the key of a name; None for one that is not known."""
         return next((key for key in self.all() if key.name == name), None)
 
-    def limits_of(self, name: str) -> KeyLimits:
-        """Return what the key of a name may use; who needs no key has no limits."""
+    def limits_of(self, name: str) -> KeyLimits | None:
+        """Return what the key of a name may use; None for one that is not known."""
         key = self.named(name)
-        return key.limits if key else KeyLimits()
+        return key.limits if key else None
 
     def whose(self, presented_key: str) -> ApiKey | None:
         """Return a key, compared in constant time; None for one that is not known."""

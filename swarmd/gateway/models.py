@@ -102,8 +102,6 @@ class ServedModels:
     def only_model(self) -> str:
         """The model that a request means which names none. Raises ApiError where several are served."""
         served = [listed.name for listed in self.list_models() if not listed.missing]
-        if ANY_NAME in self._names:
-            return self._names[ANY_NAME]
         if len(served) == 1:
             return served[0]
         raise refusals.bad_request(f"model is missing; the swarm serves: {', '.join(served) or 'none now'}", "model")
@@ -115,7 +113,14 @@ class ServedModels:
         for known in (name, name.removesuffix(LATEST)):
             if known in listed or known in {model for model, _ in listed.values()}:
                 return known
-        return self._names.get(name, self._names.get(ANY_NAME, name))
+        known_names = (name, name.removesuffix(LATEST), ANY_NAME)
+        return next((self._names[known] for known in known_names if known in self._names), name)
+
+    def identify(self, name: str) -> str:
+        """The hash of the model that a name stands for; the name itself where the swarm has none."""
+        meant = self.meant(name)
+        model, _ = self._swarm.view().catalog.models.get(meant, (meant, 0))
+        return model
 
     async def load_engine(self, name: str) -> GenerationEngine:
         """The engine of a model, loaded if need be. Raises ApiError: unknown, or blocks are missing now."""

@@ -160,6 +160,9 @@ class PlayedModels:
     def meant(self, name: str) -> str:
         return name
 
+    def identify(self, name: str) -> str:
+        return HASH if name.removesuffix(":latest") == MODEL else name
+
     def loaded_engines(self) -> dict[str, GenerationEngine]:
         return {MODEL: self._engine}
 

@@ -189,6 +189,31 @@ async def test_tools_that_the_history_brings_are_offered(tmp_path: Path) -> None
         assert "brought" in prompt
 
 
+async def test_a_tool_that_is_found_again_is_offered_once(tmp_path: Path) -> None:
+    a, b, c = ({**NOW, "name": name} for name in "abc")
+    found = [{"type": "namespace", "name": "mcp", "tools": tools} for tools in ([a, b], [b, c])]
+    history = [*USER, *({"type": "tool_search_output", "tools": [space]} for space in found)]
+    tools = [{**NOW, "name": "x", "defer_loading": True}]
+    history.append({"type": "tool_search_output", "tools": [{**NOW, "name": "x"}]})
+    async with played_gateway(tmp_path) as played:
+        prompt = await played.read_prompt("/v1/responses", input=history, tools=tools, max_output_tokens=4)
+        assert [prompt.count(f'"name": "{name}"') for name in "abcx"] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "and then?", "previous_response_id": "resp_1"}),
+        ("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 4, "tools": [{"name": ["x"], "defer_loading": True}] * 2}),
+    ],
+)
+async def test_what_would_answer_another_question_is_refused(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    async with played_gateway(tmp_path) as played:
+        answer = await played.post(path, **body)
+        assert answer.status_code == (200 if "tools" in body else 400), answer.text
+
+
 async def test_a_length_is_what_an_answer_may_come_to(tmp_path: Path) -> None:
     """The model never ends by itself; its context has 512 tokens."""
     async with played_gateway(tmp_path, eos=frozenset(), generation={"do_sample": False}) as played:

@@ -80,5 +80,5 @@ def test_a_key_of_an_older_gateway_has_no_limits(tmp_path: Path) -> None:
     (tmp_path / "gateway-keys.json").write_text('[{"name": "old", "sha256": "00", "made_at": 1}]')
     (key,) = Keys(tmp_path).all()
     assert (key.ends_at, key.models, key.limits) == (0, (), KeyLimits())
-    with pytest.raises(ConfigError, match="cannot be negative"):
+    with pytest.raises(ConfigError, match="days are 0 to"):
         Keys(tmp_path).add("new", days=-1)

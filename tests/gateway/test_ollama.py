@@ -100,8 +100,27 @@ async def test_what_there_is(tmp_path: Path) -> None:
         assert (await played.http.head("/")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [("/api/generate", {}, "load"), ("/api/generate", {"keep_alive": 0}, "unload"), ("/api/chat", {}, "load")],
+)
+async def test_nothing_asked_loads_a_model_or_lets_it_go(
+    tmp_path: Path, path: str, body: dict[str, Any], reason: str
+) -> None:
+    async with played_gateway(tmp_path) as played:
+        answer = (await played.post(path, **body)).json()
+        assert (answer["done"], answer["done_reason"]) == (True, reason)
+        assert not played.swarm.opened
+
+
+async def test_null_is_as_if_left_out_and_numbers_may_have_a_point(tmp_path: Path) -> None:
+    turns = [*USER, {"role": "assistant", "content": None, "thinking": None, "tool_name": None}, *USER]
+    async with played_gateway(tmp_path) as played:
+        options = {"top_k": 40.0, "seed": 1.0, "num_predict": 3}
+        assert (await played.post("/api/chat", messages=turns, options=options)).status_code == 200
+
+
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
-    ("/api/chat", {"messages": []}, 400, "messages is empty"),
     ("/api/chat", {"messages": [{"role": "wizard"}]}, 400, "messages[0].role is one of"),
     ("/api/chat", {"messages": [{**USER[0], "images": ["aGk="]}]}, 400, "messages[0].images: this model reads text"),
     ("/api/chat", {"messages": USER, "options": {"temperature": "hot"}}, 400, "options: "),

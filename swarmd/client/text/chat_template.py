@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import meta
 
-from swarmd.client.text.past_calls import LONG_PROBE_ID, PROBE_ID, probe_turns, rewrite_calls, wants_text
+from swarmd.client.text.past_calls import LONG_PROBE_ID, PROBE_ID, PROBE_RESULT, probe_turns, rewrite_calls, wants_text
 from swarmd.client.text.turn_order import TurnRules, order_turns
 
 DEFAULT = "default"
@@ -128,10 +128,17 @@ class ChatTemplate:
         probe = {"role": "system", "content": PROBE}
         user = {"role": "user", "content": "?"}
         reply = {"role": "assistant", "content": "!"}
+        note = {**probe, "content": PROBE_NOTE}
+        called = probe_turns(json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS, PROBE_ID)
         return TurnRules(
             takes_system=self._shows_probe(probe, user),
-            takes_notes=self._shows_probe(probe, user, reply, user, {**probe, "content": PROBE_NOTE}, shown=PROBE_NOTE),
+            takes_notes=all(
+                self._shows_probe(*turns, shown=PROBE_NOTE)
+                for turns in ((probe, user, reply, user, note), (probe, user, reply, note, user), (user, reply, note))
+            ),
             takes_runs=self._shows_probe(user, {**user, "content": PROBE}),
+            takes_talk=not self._shows_probe(*called, shown=PROBE_RESULT)
+            or self._shows_probe(*called, {**user, "content": PROBE_NOTE}, shown=PROBE_NOTE),
         )
 
     @cached_property

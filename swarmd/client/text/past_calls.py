@@ -15,6 +15,7 @@ from swarmd.errors import ConfigError
 
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")  # all that Mistral's templates take
 PROBE_ID = "probe0000"  # a short one
+PROBE_RESULT = "what came of it"
 LONG_PROBE_ID = "call_0123456789abcdef"  # as OpenAI's are
 
 
@@ -28,7 +29,7 @@ def probe_turns(arguments: Any, call_id: str) -> list[dict[str, Any]]:
             "content": "",
             "tool_calls": [{"id": call_id, "type": "function", "function": function}],
         },
-        {"role": "tool", "tool_call_id": call_id, "name": "probe", "content": "!"},
+        {"role": "tool", "tool_call_id": call_id, "name": "probe", "content": PROBE_RESULT},
     ]
 
 

@@ -14,11 +14,15 @@ BETWEEN = "\n\n"  # texts that become one turn
 
 
 class TurnRules(NamedTuple):
-    """What a template takes: a system's turn at the beginning, later ones, and two of a user's in a row."""
+    """What a template takes: a system's turn at the beginning, later ones, two of a user's or an assistant's in a row.
+
+    ``takes_talk``: a user's turn right behind a tool's result.
+    """
 
     takes_system: bool = True
     takes_notes: bool = True
     takes_runs: bool = True
+    takes_talk: bool = True
 
 
 # What a template does not take is written by the user, who is the only other one that a model listens to:
@@ -27,7 +31,8 @@ class TurnRules(NamedTuple):
 #     system user ...              -->  user ...                it stands before what the user says
 #     ... user system assistant    -->  ... user assistant      a note stands behind what the user said
 #     ... tool system assistant    -->  ... tool user assistant   or is a turn of its own
-#     ... user user assistant      -->  ... user assistant
+#     ... user user assistant      -->  ... user assistant          the same of an assistant's
+#     ... tool user assistant      -->  ... tool assistant          it stands behind the result
 #
 # Turns whose content is no text stay as they are: only the library's own users send such, and they know their template.
 def order_turns(messages: Sequence[Turn], rules: TurnRules) -> list[Turn]:
@@ -52,10 +57,14 @@ def order_turns(messages: Sequence[Turn], rules: TurnRules) -> list[Turn]:
 
 def _join_roles(before: Turn, turn: Turn, is_leading: bool, is_folded: bool, rules: TurnRules) -> bool:
     """Do these two turns, which follow each other, become one?"""
+    if before["role"] == "tool" and turn["role"] == "user":
+        return not rules.takes_talk and _are_texts(before, turn)
     if before["role"] != turn["role"] or not _are_texts(before, turn):
         return False
     if turn["role"] == "system":
         return is_leading
+    if turn["role"] == "assistant":
+        return not rules.takes_runs and "tool_calls" not in before
     return turn["role"] == "user" and (is_folded or not rules.takes_runs)
 
 
@@ -64,4 +73,5 @@ def _are_texts(before: Turn, turn: Turn) -> bool:
 
 
 def _join(before: Turn, turn: Turn) -> Turn:
-    return {**before, "content": f"{before['content']}{BETWEEN}{turn['content']}"}
+    content = BETWEEN.join(text for text in (before["content"], turn["content"]) if text)
+    return {**turn, **before, "content": content}

@@ -176,7 +176,7 @@ def _read_tools(request: MessagesRequest, skipped: Skipped) -> tuple[JsonObject,
         kind = tool.get("type")
         if kind not in (None, "custom"):
             skipped.add(f"a tool of type {kind}")
-        elif tool.get("defer_loading") is not True or tool.get("name") in found:
+        elif tool.get("defer_loading") is not True or str(tool.get("name")) in found:
             tools.append(make_tool(tool.get("name"), tool.get("description"), tool.get("input_schema")))
     return tuple(tools)
 

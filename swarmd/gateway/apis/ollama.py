@@ -37,11 +37,11 @@ class OllamaTurn(msgspec.Struct):
     """One turn of a chat. ``images`` are refused."""
 
     role: str
-    content: str = ""
-    thinking: str = ""
+    content: str | None = None
+    thinking: str | None = None
     images: list[str] | None = None
     tool_calls: list[JsonObject] | None = None
-    tool_name: str = ""
+    tool_name: str | None = None
 
 
 class _Asked(msgspec.Struct, kw_only=True):
@@ -87,9 +87,7 @@ class OllamaModelRequest(msgspec.Struct):
 
 def parse_chat(request: OllamaChatRequest, key: str, skipped: Skipped) -> GenerationRequest:
     """Translate a chat. Raises ApiError for what is not done here."""
-    if not request.messages:
-        raise bad_request("messages is empty", "messages")
-    turns = [_read_turn(turn, index) for index, turn in enumerate(request.messages)]
+    turns = _number_calls([_read_turn(turn, index) for index, turn in enumerate(request.messages)])
     return _make_request(request, key, skipped, messages=turns, tools=_read_tools(request.tools or (), skipped))
 
 
@@ -109,7 +107,8 @@ def _make_request(request: _Asked, key: str, skipped: Skipped, **more: Any) -> G
             skipped.add(f"options.{name}")
     known = {name: options[name] for name in KNOWN_OPTIONS if options.get(name) is not None}
     try:
-        sampled = msgspec.convert(known, SamplingFields)
+        whole = {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in known.items()}
+        sampled = msgspec.convert(whole, SamplingFields)
         length = msgspec.convert(options.get("num_predict"), int | None)
     except msgspec.ValidationError as error:
         raise bad_request(f"options: {error}", "options") from None
@@ -144,14 +143,45 @@ def _read_turn(turn: OllamaTurn, index: int) -> JsonObject:
     if turn.role not in ROLES:
         raise bad_request(f"{where}.role is one of {', '.join(ROLES)}, not {turn.role[:32]!r}", f"{where}.role")
     _refuse_images(turn.images, f"{where}.images")
-    read: JsonObject = {"role": turn.role, "content": turn.content}
+    read: JsonObject = {"role": turn.role, "content": turn.content or ""}
     if turn.thinking:
         read["reasoning_content"] = turn.thinking
     if turn.role == "tool":
-        read["name"] = turn.tool_name
+        read["name"] = turn.tool_name or ""
     if turn.tool_calls:
         read["tool_calls"] = [_read_past_call(call, where) for call in turn.tool_calls]
     return read
+
+
+def _number_calls(turns: list[JsonObject]) -> list[JsonObject]:
+    """Give calls and results ids, in their order: Ollama has none, and some templates want them."""
+    n_calls = n_results = 0
+    for turn in turns:
+        for call in turn.get("tool_calls", ()):
+            call["id"] = call["id"] or f"call_{n_calls}"
+            n_calls += 1
+        if turn["role"] == "tool":
+            turn["tool_call_id"] = f"call_{n_results}"
+            n_results += 1
+    return turns
+
+
+def is_empty(request: Any) -> bool:
+    """Is nothing asked, but that the model be loaded or let go?"""
+    if isinstance(request, OllamaGenerateRequest):
+        return not request.prompt and not request.raw
+    return isinstance(request, OllamaChatRequest) and not request.messages
+
+
+def lets_go(request: Any) -> bool:
+    """Does an empty request let its model go? Engines here stay: others may use them."""
+    return request.keep_alive in (0, "0", "0s")
+
+
+def answer_empty(request: Any) -> JsonObject:
+    """Say that a model is loaded, or that its program needs it no longer."""
+    reason = "unload" if lets_go(request) else "load"
+    return {**_head(request), **_say(request, "", "", ()), "done": True, "done_reason": reason}
 
 
 def _refuse_images(images: Sequence[str] | None, where: str) -> None:

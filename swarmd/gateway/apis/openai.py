@@ -35,6 +35,7 @@ THOUGHTS = (
 )  # a model's own: no template wants them back
 NO_EFFORTS = ("none", "minimal")  # of reasoning
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # for templates, which know three of them
+MOST_AT_ONCE = 16  # answers of one request: more would fill the queue, where they wait for each other
 DONE = b"[DONE]"
 
 
@@ -173,6 +174,9 @@ def read_tool_choice(choice: str | JsonObject | None, has_tools: bool) -> str:
     """Return "none", "auto", "required", or "=" and the name of a function. Raises ApiError."""
     if choice is None:
         return "auto" if has_tools else "none"
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":  # all are: a choice among them is a hint
+        mode = choice.get("mode") or (choice.get("allowed_tools") or {}).get("mode")
+        return "required" if mode == "required" and has_tools else "auto"
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else choice.get("name")
@@ -184,7 +188,7 @@ def read_tool_choice(choice: str | JsonObject | None, has_tools: bool) -> str:
         message = f"tool_choice is none, auto, required, or names a function, not {choice[:32]!r}"
         raise bad_request(message, "tool_choice")
     if not has_tools and choice not in ("none", "auto"):
-        raise bad_request("tool_choice needs tools", "tool_choice")
+        raise bad_request("tool_choice needs tools that the client runs", "tool_choice")
     return choice
 
 
@@ -340,7 +344,8 @@ def _format_logprobs(choices: Sequence[SampledToken], prepared: PreparedRequest)
 async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emit) -> None:
     """Generate an answer in pieces: role, what comes, why it ended, and the usage where it is wanted."""
     head = make_envelope("chat.completion.chunk", "chatcmpl", request.model)
-    emit.sign_of_life = lambda: write_chunk(0, {"content": ""})
+    growing = set(range(request.n or 1))  # answers that have not ended
+    emit.sign_of_life = lambda: write_chunk(min(growing, default=0), {"content": ""})
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
     wants_logprobs = prepared.request.wants_logprobs
     reports: list[RowReport] = []
@@ -382,6 +387,7 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
             if event.repairs:
                 await write_repairs(index, event.repairs)
             if event.finish:
+                growing.discard(index)
                 await write_chunk(index, {}, event.finish)
 
         reports.append(await prepared.run(index, write_event))
@@ -394,14 +400,17 @@ async def stream_chat(prepared: PreparedRequest, request: ChatRequest, emit: Emi
 
 
 async def run_together(tasks: Sequence[Any]) -> None:
-    """Run all of them; the first ApiError ends the others and is raised."""
+    """Run all of them, MOST_AT_ONCE at a time; the first ApiError ends the others and is raised."""
     # A nursery would raise a group of errors, and clients want one. So each task's ApiError is kept aside; any other
     # error is a bug, and goes through the nursery as it is.
     failures: list[ApiError] = []
 
+    places = trio.CapacityLimiter(MOST_AT_ONCE)
+
     async def run_guarded(task: Any) -> None:
         try:
-            await task()
+            async with places:
+                await task()
         except ApiError as error:
             failures.append(error)
             nursery.cancel_scope.cancel()

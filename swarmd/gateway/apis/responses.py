@@ -72,7 +72,7 @@ def parse_responses(request: ResponsesRequest, key: str, skipped: Skipped) -> Ge
     """Translate a request. Raises ApiError for what is not done here."""
     if request.truncation not in (None, "disabled"):
         skipped.add("truncation")
-    for tool in _given_tools(request):
+    for tool in (*(request.tools or ()), *_brought_tools(request)):
         if tool.get("type") not in OFFERED_KINDS:
             skipped.add(f"a tool of type {tool.get('type')}")
     offered = _offered_functions(request)
@@ -129,6 +129,8 @@ def _add_item(turns: list[JsonObject], item: JsonObject, where: str, names: Func
         content = read_result(item.get("output"), where, skipped)
         call_id = str(item.get("call_id", ""))
         turns.append({"role": "tool", "content": content, "tool_call_id": call_id})
+    elif kind == "item_reference":
+        raise bad_request(f"{where}: nothing is stored here, so nothing can be looked up", where)
     elif kind not in SILENT_ITEMS:
         skipped.add(f"an item of type {kind}")
 
@@ -175,13 +177,15 @@ def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
     # A model knows functions by one name alone, and clients send several namespaces with functions of the same name.
     # Only those get a longer name, for a model calls a short one with fewer mistakes. A call comes back by the
     # offered name, and is given to the client with the function's own name and its namespace (``_call_item``).
-    tools: list[tuple[JsonObject, str]] = []
-    for tool in _given_tools(request):
-        if tool.get("type") == "namespace":
-            inner_tools = _objects(tool.get("tools"))
-            tools += [(inner, str(tool.get("name", ""))) for inner in inner_tools if inner.get("type") in FUNCTIONS]
-        elif tool.get("type") in FUNCTIONS:
-            tools.append((tool, ""))
+    named = _flatten(request.tools or ())
+    by_name = {(namespace, str(tool.get("name"))): (tool, namespace) for tool, namespace in named}
+    if len(by_name) < len(named):
+        raise bad_request("tools: two functions have the same name, in the same namespace", "tools")
+    for tool, namespace in _flatten(_brought_tools(request)):  # the newest counts: a search may find one again
+        by_name[namespace, str(tool.get("name"))] = tool, namespace
+    tools = list(by_name.values())
+    if len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools: at most {MAX_TOOLS}, with those in the input", "tools")
     times = Counter(str(tool.get("name")) for tool, _ in tools)
     functions: list[_OfferedFunction] = []
     for tool, namespace in tools:
@@ -189,20 +193,25 @@ def _offered_functions(request: ResponsesRequest) -> list[_OfferedFunction]:
         is_twice = bool(namespace) and times[name] > 1
         function = _read_function({**tool, "name": f"{namespace}__{name}"} if is_twice else tool)
         functions.append(_OfferedFunction(function, name, namespace, tool.get("type") == "custom"))
-    if len({function.offered_name for function in functions}) < len(functions):
-        raise bad_request("tools: two functions have the same name, in the same namespace", "tools")
     return functions
 
 
-def _given_tools(request: ResponsesRequest) -> list[JsonObject]:
-    """Return the request's tools, and those that items of its history bring; the same once."""
-    given = list(request.tools or ())
-    for item in request.input if isinstance(request.input, list) else ():
-        if item.get("type") in TOOL_ITEMS:
-            given += [tool for tool in _objects(item.get("tools")) if tool not in given]
-    if len(given) > MAX_TOOLS:
-        raise bad_request(f"tools: at most {MAX_TOOLS}, with those in the input", "tools")
-    return given
+def _flatten(tools: Sequence[JsonObject]) -> list[tuple[JsonObject, str]]:
+    """Return the functions among tools, each with the namespace that it is in ("" for none)."""
+    flat: list[tuple[JsonObject, str]] = []
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            inner_tools = _objects(tool.get("tools"))
+            flat += [(inner, str(tool.get("name", ""))) for inner in inner_tools if inner.get("type") in FUNCTIONS]
+        elif tool.get("type") in FUNCTIONS:
+            flat.append((tool, ""))
+    return flat
+
+
+def _brought_tools(request: ResponsesRequest) -> list[JsonObject]:
+    """Return the tools that items of the history bring."""
+    items = request.input if isinstance(request.input, list) else []
+    return [tool for item in items if item.get("type") in TOOL_ITEMS for tool in _objects(item.get("tools"))]
 
 
 def _objects(value: Any) -> list[JsonObject]:
@@ -338,8 +347,8 @@ class ResponseWriter:
 
     async def fail(self, error: ApiError) -> None:
         """End the stream with an error."""
-        is_too_long = error.code == "context_length_exceeded"  # after which alone Codex does not ask again
-        code = "context_length_exceeded" if is_too_long else "server_error"
+        # Codex asks again after a server's error, and not after others.
+        code = error.code if error.status < 500 and error.code else "server_error"
         reason = {"code": code, "message": error.message}
         fields = {"status": "failed", "error": reason, "output": self._output}
         failed = _format_response(self._request, self._identity, **fields)

@@ -35,6 +35,14 @@ IGNORED_FIELDS = {
     *("client_metadata", "request_id", "session_id", "user_id", "trace_id", "tags"),
 }
 """Fields that change nothing that a user would miss: labels, and hints for billing and caching."""
+_NO_MEMORY = "nothing is stored here, so nothing can be looked up: send the whole conversation"
+NEEDED_FIELDS = {
+    **dict.fromkeys(("previous_response_id", "conversation"), _NO_MEMORY),
+    "background": "nothing is stored here: ask with stream, and stay connected",
+    "suffix": "models here continue text, and fill no gaps",
+    "template": "the model's own template is used: ask with raw, or leave it out",
+}
+"""Fields without which an answer would be to another question: these are refused."""
 NEUTRAL_VALUES: JsonObject = {
     **dict.fromkeys(("typical_p", "tfs_z", "length_penalty", "top_n_sigma"), 1),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
@@ -140,6 +148,8 @@ def decode_request(body: bytes, kind: type[T], skipped: Skipped) -> T:
         is_neutral = value in (False, [], {})
         if name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]:
             is_neutral = True
+        if name in NEEDED_FIELDS and name not in known and not is_neutral:
+            raise bad_request(f"{name}: {NEEDED_FIELDS[name]}", name, "unsupported_parameter")
         if name not in known | IGNORED_FIELDS and not is_neutral:
             skipped.add(name)
     try:

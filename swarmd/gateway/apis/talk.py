@@ -94,6 +94,7 @@ class PreparedRequest:
     is_forced: bool
     metrics: Metrics
     quotas: Quotas
+    is_prompt_counted: bool = False  # for the key: once, however many answers it has
 
     async def run(self, number: int, on_event: OnEvent) -> RowReport:
         """Write answer ``number`` of those that the request wants. Raises ApiError."""
@@ -131,7 +132,7 @@ class PreparedRequest:
             outcome = "error"
             raise refusals.from_swarm_error(error) from error
         finally:
-            n_read = n_prompt if report.prefilled_s else 0  # of one that never got its turn nothing was computed
+            n_read = self._count_prompt() if report.is_sent else 0  # of one without a turn nothing was computed
             self.quotas.settle(self.options.key, n_prompt + n_granted, Used(0, n_read, report.n_generated))
             self.metrics.count_answer(self.request.model, report, outcome, self.options.key)
         return report
@@ -139,15 +140,24 @@ class PreparedRequest:
     async def score_prompt(self) -> list[SampledToken]:
         """How likely the prompt's tokens are, but for its first. Raises ApiError."""
         n_prompt = len(self.options.prompt)
-        self._reserve(0)
+        n_granted = self._reserve(0)
+        report = RowReport(n_prompt)
         try:
-            return await self.engine.score(self.options.prompt, self.request.n_top, self.options.key)
+            return await self.engine.score(self.options.prompt, self.request.n_top, self.options.key, report)
         except QueueFull as error:
             raise refusals.queue_full(error) from None
         except SwarmError as error:
             raise refusals.from_swarm_error(error) from error
         finally:
-            self.quotas.settle(self.options.key, n_prompt, Used(0, n_prompt, 0))
+            n_read = self._count_prompt() if report.is_sent else 0
+            self.quotas.settle(self.options.key, n_prompt + n_granted, Used(0, n_read, 0))
+
+    def _count_prompt(self) -> int:
+        """How many tokens of the prompt count now: all, the first time."""
+        if self.is_prompt_counted:
+            return 0
+        self.is_prompt_counted = True
+        return len(self.options.prompt)
 
     def _reserve(self, n_more: int) -> int:
         """Say how many of the tokens asked for the key may have. Raises ApiError."""
@@ -191,6 +201,11 @@ async def prepare_request(
         raise bad_request("the prompt is empty", "prompt")
     if n_prompt >= limit:
         raise refusals.too_long(n_prompt, limit)
+    try:  # also here, as a stream that has begun can only end with an error; nothing is kept of it
+        n_granted = quotas.reserve(request.key, n_prompt, 1)
+        quotas.settle(request.key, n_prompt + n_granted, Used())
+    except QuotaUsedUp as error:
+        raise refusals.quota_used_up(error) from None
     room = limit - n_prompt  # agents name lengths that are meant as "as long as it takes", or none
     max_tokens = min(request.max_tokens or room, room)
     is_forced = bool(request.tools) and request.tool_choice not in ("auto", "none")

@@ -107,7 +107,7 @@ class GenerationEngine:
             report.queued_s = trio.current_time() - asked_at
             await self._answer(options, on_delta, report)
 
-    async def score(self, prompt: tuple[int, ...], n_top: int, key: str) -> list[SampledToken]:
+    async def score(self, prompt: tuple[int, ...], n_top: int, key: str, report: RowReport) -> list[SampledToken]:
         """How likely the tokens of a prompt are, but for its first; answers to it go on from there.
 
         Raises SwarmError, QueueFull.
@@ -120,6 +120,7 @@ class GenerationEngine:
             try:
                 embedded = (await self.head(scores)).embedded
                 positions = torch.arange(len(prompt), dtype=torch.int32).unsqueeze(0)
+                report.is_sent = True
                 hidden = await session.step(StepInput(embedded, positions, want=len(prompt)))
                 assert hidden is not None
                 for part in torch.split(hidden[0], MOST_ROWS):
@@ -163,7 +164,14 @@ class GenerationEngine:
             while work.embedded is not None:
                 ids, embedded = work.ids, work.embedded
                 if row.start + len(ids) > row.max_tokens:
-                    ids, embedded = await self._enlarge(row, ids)
+                    try:
+                        ids, embedded = await self._enlarge(row, ids)
+                    except SwarmError as error:
+                        logger.info("an answer ends, as no servers have more room for it: %s", error)
+                        row.answer.finish = "length"
+                        await on_delta(row.answer.piece())
+                        break
+                report.is_sent = True
                 hidden = await row.step(ids, embedded)
                 report.prefilled_s = report.prefilled_s or trio.current_time() - began_at
                 offer = row.offer(self.head.checks)

@@ -15,6 +15,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._of_keys = CollectorRegistry()  # which no key is told of
         self.running = self._gauge("num_requests_running", "Requests being generated.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a turn.")
         self.kept = self._gauge("num_sessions_kept", "Sessions that wait for a next turn.", "model_name")
@@ -32,7 +33,7 @@ class Metrics:
         self.ended = self._counter("request_success", "Answers, by how they ended.", "finished_reason")
         self.refused = Counter("swarmd_request_refused", "Refusals.", ["status"], registry=self._registry)
         self.by_key = Counter(
-            "swarmd_key_tokens", "Tokens of prompts and answers, by API key.", ["key_name"], registry=self._registry
+            "swarmd_key_tokens", "Tokens of prompts and answers, by API key.", ["key_name"], registry=self._of_keys
         )
         self.first = self._histogram("time_to_first_token_seconds", "Until the first token.", SECONDS)
         self.between = self._histogram("inter_token_latency_seconds", "Between two tokens.", SECONDS)
@@ -72,6 +73,6 @@ class Metrics:
             decode_s = report.total_s - report.prefilled_s
             self.between.labels(model).observe(decode_s / (report.n_generated - 1))
 
-    def text(self) -> bytes:
+    def text(self, with_keys: bool) -> bytes:
         """Write all of it as Prometheus reads it."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + (generate_latest(self._of_keys) if with_keys else b"")

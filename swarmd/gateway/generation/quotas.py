@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 FILE = "gateway-usage.db"
 DAY_S = 86_400  # the longer stretch of time that a quota is for
 MINUTE_S = 60  # the shorter one
-BUSY_TIMEOUT_S = 5.0  # for another process, which lists the usage
+WAIT_S = 5  # until other answers have ended, and given back what they did not need
+BUSY_TIMEOUT_S = 0.25  # for another process, which lists the usage
 _SCHEMA = """
 create table if not exists used (
     day integer, key text, requests integer, prompt integer, generated integer, primary key (day, key)
@@ -133,21 +134,24 @@ class KeyState:
 
 @dataclass(slots=True)
 class Quotas:
-    """Lets requests in and counts them. ``limits_of`` says what a key may use; ``clock``: seconds since 1970.
+    """Lets requests in and counts them. ``limits_of`` says what a key may use, None of one that is gone.
 
-    Answers under way reserve what they may come to, so that many at once cannot pass a quota; none is given more than
-    is left, and ends there (``length``).
+    Answers under way reserve what they may come to, so that many at once cannot pass a quota. None is given more than
+    half of what is left, and ends there (``length``): so there is something for those beside it. ``clock``: seconds
+    since 1970. Who needs no key ("") is not counted.
     """
 
-    limits_of: Callable[[str], KeyLimits]
+    limits_of: Callable[[str], KeyLimits | None]
     file: UsageFile
     clock: Callable[[], float]
     _states: dict[str, KeyState] = field(default_factory=dict)
 
     def admit(self, key: str) -> None:
         """Count a request. Raises QuotaUsedUp for one too many."""
+        if not key:
+            return
         state = self._state(key)
-        limits = self.limits_of(key)
+        limits = self._limits(key)
         for window, limit, length_s in (
             (state.day, limits.requests_day, DAY_S),
             (state.minute, limits.requests_minute, MINUTE_S),
@@ -163,39 +167,65 @@ class Quotas:
 
         They and the prompt's are reserved until ``settle``. Raises QuotaUsedUp where none is left.
         """
+        if not key:
+            return n_more
         state = self._state(key)
-        limits = self.limits_of(key)
+        limits = self._limits(key)
         granted = n_more
         for window, limit, length_s in (
             (state.day, limits.tokens_day, DAY_S),
             (state.minute, limits.tokens_minute, MINUTE_S),
         ):
-            left = limit - window.tokens - state.n_reserved - n_prompt
-            if limit and left <= 0:
+            if not limit:
+                continue
+            if n_prompt >= limit:
+                message = f"the prompt has {n_prompt} tokens, and this key may use {limit}: it can never be answered"
+                raise QuotaUsedUp(message, "insufficient_quota", None)
+            left = limit - window.tokens - n_prompt
+            if left <= 0:
                 raise self._refuse(f"{limit} tokens", length_s)
-            granted = min(granted, left) if limit else granted
+            left -= state.n_reserved
+            if left <= 0:
+                message = f"other answers of this key may come to all that is left of its {limit} tokens: ask again"
+                raise QuotaUsedUp(message, "rate_limit_exceeded", WAIT_S)
+            granted = min(granted, -(-left // 2))
         state.n_reserved += n_prompt + granted
         return granted
 
     def settle(self, key: str, n_reserved: int, used: Used) -> None:
         """Count what an answer took, in place of what was reserved for it."""
+        if not key:
+            return
         state = self._state(key)
         state.n_reserved -= n_reserved
         state.day.tokens += used.tokens
         state.minute.tokens += used.tokens
         self.file.add(state.day.number, key, used)
 
+    def _limits(self, key: str) -> KeyLimits:
+        limits = self.limits_of(key)
+        if limits is None:
+            raise QuotaUsedUp("this key was taken back", "invalid_api_key", None)
+        return limits
+
     def _state(self, key: str) -> KeyState:
         day, minute = int(self.clock()) // DAY_S, int(self.clock()) // MINUTE_S
         state = self._states.get(key)
-        if state is None or state.day.number != day:
-            used = self.file.of_day(day, key)
+        if state is None or state.day.number < day:  # a clock that is set back forgives nothing
+            used = self._read(day, key)
             n_reserved = state.n_reserved if state else 0
             state = KeyState(UsageWindow(day, used.requests, used.tokens), UsageWindow(minute), n_reserved)
             self._states[key] = state
-        if state.minute.number != minute:
+        if state.minute.number < minute:
             state.minute = UsageWindow(minute)
         return state
+
+    def _read(self, day: int, key: str) -> Used:
+        try:
+            return self.file.of_day(day, key)
+        except ConfigError as error:
+            logger.error("%s", error)
+            return Used()
 
     def _refuse(self, what: str, length_s: int) -> QuotaUsedUp:
         wait_s = length_s - int(self.clock()) % length_s

@@ -21,6 +21,7 @@ class RowReport:
     """What became of a request, in numbers and words; times are seconds since it began."""
 
     n_prompt: int
+    is_sent: bool = False  # the prompt, or a part of it, to servers
     n_cached: int = 0
     n_generated: int = 0
     n_drafted: int = 0
@@ -70,6 +71,8 @@ class GenerationRow:
         self.key = answer.options.key
         self._vocabulary = vocabulary if are_enough(answer.options.n_needed) else 0
         self._prompt = answer.options.prompt
+        self._earlier_doubts: list[Doubt] = []  # of sessions that this answer outgrew
+        self._earlier_logits = 0
         self._note_before()
 
     def _note_before(self) -> None:
@@ -81,6 +84,9 @@ class GenerationRow:
 
     def go_on_in(self, session: ChainSession, max_tokens: int) -> None:
         """Have another session, which knows nothing yet, in place of the one so far."""
+        statistics = self.session.statistics
+        self._earlier_doubts += statistics.doubts[self._n_doubts :]
+        self._earlier_logits += statistics.n_logits - self._n_logits
         self.session = session
         self.max_tokens = max_tokens
         self.tokens = []
@@ -131,9 +137,9 @@ class GenerationRow:
             report.repairs.append(repair.reason)
             report.longest_stall_s = max(report.longest_stall_s, repair.stall_s)
         self._n_repairs = len(self.session.statistics.repairs)
-        report.doubts = self.session.statistics.doubts[self._n_doubts :]
+        report.doubts = [*self._earlier_doubts, *self.session.statistics.doubts[self._n_doubts :]]
         report.n_generated = self.answer.n_tokens
         speculation = self.answer.speculation
         report.n_drafted = speculation.n_sent
         report.n_accepted = speculation.n_taken
-        report.n_logits = self.session.statistics.n_logits - self._n_logits
+        report.n_logits = self._earlier_logits + self.session.statistics.n_logits - self._n_logits

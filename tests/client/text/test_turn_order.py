@@ -22,6 +22,17 @@ ALTERNATING = (
     "{% for m in messages %}{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('user and assistant take turns') }}{% endif %}" + WRITTEN + "{% endfor %}"
 )
+GEMMA = (  # a note passes where it stands for an answer
+    "{% set first = 1 if messages[0].role == 'system' else 0 %}{% for m in messages %}"
+    "{% if loop.index0 >= first and (m.role == 'user') != ((loop.index0 - first) % 2 == 0) %}"
+    "{{ raise_exception('roles alternate') }}{% endif %}" + WRITTEN + "{% endfor %}"
+)
+MISTRAL = (  # no user's turn right behind a result, and users and assistants in turns
+    "{% set ns = namespace(before='') %}{% for m in messages %}{% if m.role == 'user' and ns.before in ('user', 'tool')"
+    " or m.role == 'assistant' and ns.before == 'assistant' %}{{ raise_exception('roles alternate') }}{% endif %}"
+    + WRITTEN
+    + "{{ (m.tool_calls | tojson) if m.tool_calls else '' }}{% set ns.before = m.role %}{% endfor %}"
+)
 IN_PARTS = ANY.replace("m.content", "m.content[0].text")
 RULES = {
     ANY: TurnRules(),
@@ -29,6 +40,8 @@ RULES = {
     LOST_LATER: TurnRules(takes_notes=False),
     ALTERNATING: TurnRules(False, False, False),
     IN_PARTS: TurnRules(),
+    GEMMA: TurnRules(takes_notes=False, takes_runs=False),
+    MISTRAL: TurnRules(takes_runs=False, takes_talk=False),
 }
 
 
@@ -68,7 +81,9 @@ def test_no_word_of_a_conversation_is_lost_whatever_the_template_takes(template:
         (TurnRules(takes_notes=False), "s:a u:b t:c s:d u:e", "s:a u:b t:c u:d u:e"),
         (TurnRules(takes_system=False), "s:a s:b u:c a:d", "u:a+b+c a:d"),
         (TurnRules(takes_system=False), "s:a a:b", "u:a a:b"),
-        (TurnRules(takes_runs=False), "u:a u:b a:c a:d u:e", "u:a+b a:c a:d u:e"),
+        (TurnRules(takes_runs=False), "u:a u:b a:c a:d u:e", "u:a+b a:c+d u:e"),
+        (TurnRules(takes_talk=False), "u:a a:b t:c u:d a:e", "u:a a:b t:c+d a:e"),
+        (TurnRules(takes_talk=False, takes_notes=False), "u:a a:b t:c s:d", "u:a a:b t:c+d"),
     ],
 )
 def test_turns_that_a_template_refuses_are_joined_to_others(rules: TurnRules, given: str, expected: str) -> None:
