@@ -13,7 +13,7 @@ import trio
 from swarmd.errors import ConfigError
 from swarmd.gateway.generation.quotas import DAY_S, KeyLimits, UsageFile
 from swarmd.gateway.keys import Keys
-from tests.gateway.played import MODEL, PlayedGateway, played_gateway
+from tests.gateway.played import HASH, MODEL, PlayedGateway, played_gateway
 
 
 def never_ends(token: int) -> torch.Tensor:
@@ -74,6 +74,57 @@ async def test_a_key_has_its_models_and_its_time(tmp_path: Path) -> None:
         now += DAY_S + 1
         ended = await ask(played, here)
         assert (ended.status_code, "this key ended on" in ended.text) == (401, True)
+
+
+async def test_a_key_for_one_model_learns_nothing_of_another(tmp_path: Path) -> None:
+    key = {"x-api-key": Keys(tmp_path).add("elsewhere", models=("another",))}
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        ("POST", "/tokenize", {"prompt": "a"}),
+        ("POST", "/detokenize", {"tokens": [1]}),
+        ("GET", "/tokenizer_info", {}),
+        ("POST", "/v1/messages/count_tokens", {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}),
+        ("POST", "/api/show", {"model": f"{MODEL}:latest"}),
+        ("POST", "/api/pull", {"model": HASH}),
+        ("GET", f"/v1/models/{MODEL}", {}),
+    ]
+    async with played_gateway(tmp_path, never_ends) as played:
+        for method, path, body in asked:
+            answer = await played.http.request(method, path, json=body or None, headers=key)
+            assert answer.status_code in (403, 404), path
+        assert (await played.http.get("/api/tags", headers=key)).json() == {"models": []}
+        assert "elsewhere" not in (await played.http.get("/metrics", headers=key)).text
+        token = {"authorization": "Bearer token"}
+        assert "swarmd_key_tokens" in (await played.http.get("/metrics", headers=token)).text
+        by_hash = {"x-api-key": Keys(tmp_path).add("by-hash", models=(HASH,))}
+        assert (await played.http.get(f"/v1/models/{MODEL}", headers=by_hash)).status_code == 200
+
+
+async def test_a_stream_beyond_a_quota_is_refused_before_it_begins(tmp_path: Path) -> None:
+    key = Keys(tmp_path).add("team", KeyLimits(tokens_day=10))
+    async with played_gateway(tmp_path, never_ends) as played:
+        while (await ask(played, key, max_tokens=3)).status_code == 200:
+            pass
+        refused = await ask(played, key, stream=True)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+
+
+async def test_a_prompt_counts_once_and_a_bad_request_not_at_all(tmp_path: Path) -> None:
+    key = Keys(tmp_path).add("team", KeyLimits(tokens_day=10_000, requests_day=3))
+    day = int(time.time()) // DAY_S
+    async with played_gateway(tmp_path, never_ends) as played:
+        assert (await ask(played, key, max_tokens=0)).status_code == 400
+        assert (await ask(played, key, n=4, max_tokens=2)).json()["usage"]["total_tokens"] == 3 + 4 * 2
+        scored = await ask(played, key, echo=True, logprobs=1, max_tokens=2)
+        assert scored.json()["usage"]["total_tokens"] == 3 + 2
+        assert (await ask(played, key, echo=True, logprobs=1, max_tokens=0)).status_code == 200
+    assert UsageFile(tmp_path).of_day(day, "team") == (3, 3 * 3, 4 * 2 + 2)
+
+
+async def test_a_damaged_file_of_usage_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "gateway-usage.db").write_text("no database at all, and longer than its head would be: " + "x" * 200)
+    key = Keys(tmp_path).add("team", KeyLimits(tokens_day=10_000))
+    async with played_gateway(tmp_path, never_ends) as played:
+        assert (await ask(played, key)).status_code == 200
 
 
 def test_a_key_of_an_older_gateway_has_no_limits(tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ async def test_other_names_stand_for_models_and_no_model_for_another(tmp_path: P
     async with trio.open_nursery() as nursery:
         names = {"demo": "another", "gpt-5": "demo", "*": "big"}
         models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own", names)  # type: ignore[arg-type]  # a swarm of its kind
+        assert [models.identify(asked) for asked in ("demo", "demo:latest", "gpt-5:latest", "x")] == [MODEL] * 3 + [
+            "big"
+        ]
         assert [models.meant(asked) for asked in ("demo", MODEL, "gpt-5", "claude")] == ["demo", MODEL, "demo", "big"]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from swarmd.errors import Code, Refused
 from swarmd.gateway.generation import kept_sessions
 from swarmd.gateway.generation.ending import read_end_tokens
 from tests.gateway.played import CHATML, LONGEST, played_gateway
@@ -448,6 +449,27 @@ async def test_an_answer_that_outgrows_its_session_goes_on_in_a_larger_one(
         assert rooms == sorted(rooms)
     assert given["choices"] == expected["choices"]
     assert given["usage"] == expected["usage"]
+
+
+async def test_an_answer_that_gets_no_larger_session_ends_and_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_sessions, "FIRST_TOKENS", 8)
+    monkeypatch.setattr(kept_sessions, "HEADROOM_TOKENS", 4)
+    async with played_gateway(tmp_path, by_last_token, eos=frozenset()) as played:
+        open_session = played.swarm.open_session
+
+        async def open_one(terms: Any) -> Any:
+            if played.swarm.opened:
+                raise Refused(Code.NO_CAPACITY, "servers are full")
+            return await open_session(terms)
+
+        monkeypatch.setattr(played.swarm, "open_session", open_one)
+        answer = await played.post("/v1/completions", prompt="One two three", max_tokens=300, temperature=0)
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert 8 < answer.json()["usage"]["completion_tokens"] < 300
+        assert choice["text"]
 
 
 async def test_what_another_key_asked_before_is_not_told(tmp_path: Path) -> None:
