@@ -3,8 +3,9 @@
 python -m tools.agents [--only codex pi] [--folder FOLDER]
 
 The model behind the gateway says what ``script`` tells it (tests/gateway/scripted.py). Agents run as they are
-installed, without a log-in, in a network namespace with nothing but loopback in it, which takes root (``unshare -n``).
-Prints for each what docs/gateway.md, "Agents", says of it. They are installed once, in FOLDER: 1.5 GB.
+installed, without a log-in, in namespaces of their own, which takes root (``unshare``): there is nothing but loopback,
+and what they leave running ends with it. Prints for each what docs/gateway.md, "Agents", says of it. They are installed
+once, in FOLDER: 2 GB.
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ def main() -> None:
         install = ["npm", "install", "--no-audit", "--no-fund", "--silent", *packages]
         subprocess.run(install, cwd=asked.folder, check=True)
         again = [sys.executable, "-m", "tools.agents", "--inside", "--folder", str(asked.folder), "--only", *asked.only]
-        alone = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        alone = ["unshare", "-n", "-p", "-f", "--mount-proc", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
         sys.exit(subprocess.run([*alone, *again]).returncode)
     print("| agent | a file edited by a tool | what came of it said | a second turn | tokens kept for it | too long |")
     print("|---|---|---|---|---|---|")
