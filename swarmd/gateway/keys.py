@@ -13,7 +13,7 @@ import msgspec
 
 from swarmd.errors import ConfigError
 from swarmd.folders import write_file
-from swarmd.gateway.generation.quotas import KeyLimits
+from swarmd.gateway.generation.quotas import DAY_S, KeyLimits
 from swarmd.protocol.untrusted import read_json
 
 FILE = "gateway-keys.json"
@@ -71,7 +71,7 @@ class Keys:
         if not 0 <= days < MOST_DAYS or any(limit < 0 for limit in msgspec.structs.astuple(limits)):
             raise ConfigError(f"limits of a key cannot be negative, and its days are 0 to {MOST_DAYS}")
         now = int(time.time())
-        entry = ApiKey(name, _hash(key), now, now + round(days * 86_400) if days else 0, models, limits)
+        entry = ApiKey(name, _hash(key), now, now + round(days * DAY_S) if days else 0, models, limits)
         self._write([*self.all(), entry])
         return key
 

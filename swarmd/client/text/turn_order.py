@@ -40,9 +40,9 @@ def order_turns(messages: Sequence[Turn], rules: TurnRules) -> list[Turn]:
     turns: list[Turn] = []
     for message in messages:
         is_leading = all(turn["role"] == "system" for turn in turns)
-        is_note = message["role"] == "system" and not is_leading
-        turn = {**message, "role": "user"} if is_note and not rules.takes_notes else dict(message)
-        if turns and _join_roles(turns[-1], turn, is_leading, is_note and not rules.takes_notes, rules):
+        is_folded = message["role"] == "system" and not is_leading and not rules.takes_notes
+        turn = {**message, "role": "user"} if is_folded else dict(message)
+        if turns and _join_roles(turns[-1], turn, is_leading, is_folded, rules):
             turns[-1] = _join(turns[-1], turn)
         else:
             turns.append(turn)

@@ -14,7 +14,14 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from swarmd.gateway.apis.openai import CollectedAnswer, format_warnings, make_tool, read_schema, thinking_options
+from swarmd.gateway.apis.openai import (
+    CollectedAnswer,
+    format_warnings,
+    make_tool,
+    read_past_call,
+    read_schema,
+    thinking_options,
+)
 from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_TOOLS, JsonObject, SamplingFields
@@ -149,7 +156,7 @@ def _read_turn(turn: OllamaTurn, index: int) -> JsonObject:
     if turn.role == "tool":
         read["name"] = turn.tool_name or ""
     if turn.tool_calls:
-        read["tool_calls"] = [_read_past_call(call, where) for call in turn.tool_calls]
+        read["tool_calls"] = [read_past_call(call, where) for call in turn.tool_calls]
     return read
 
 
@@ -187,13 +194,6 @@ def answer_empty(request: Any) -> JsonObject:
 def _refuse_images(images: Sequence[str] | None, where: str) -> None:
     if images:
         raise bad_request(f"{where}: this model reads text only", where)
-
-
-def _read_past_call(call: JsonObject, where: str) -> JsonObject:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request(f"{where}.tool_calls: expected objects with a function and its name", where)
-    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _read_tools(tools: Sequence[JsonObject], skipped: Skipped) -> tuple[JsonObject, ...]:

@@ -85,7 +85,7 @@ def read_turn(source: ChatMessage, index: int, skipped: Skipped) -> JsonObject:
     content = read_result(source.content, where, skipped) if is_result else read_text(source.content, where)
     turn: JsonObject = {"role": ROLES[source.role], "content": content}
     if source.tool_calls:
-        turn["tool_calls"] = [_read_past_call(call, where) for call in source.tool_calls]
+        turn["tool_calls"] = [read_past_call(call, where) for call in source.tool_calls]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(source, name)) is not None:
             turn[name] = value
@@ -136,7 +136,8 @@ def read_result(content: Any, where: str, skipped: Skipped) -> str:
     return "\n".join(texts)
 
 
-def _read_past_call(call: JsonObject, where: str) -> JsonObject:
+def read_past_call(call: JsonObject, where: str) -> JsonObject:
+    """Read a call that the model made before, as chat templates take it. Raises ApiError."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_request(f"{where}.tool_calls: expected objects with a function and its name", where)

@@ -201,9 +201,8 @@ async def prepare_request(
         raise bad_request("the prompt is empty", "prompt")
     if n_prompt >= limit:
         raise refusals.too_long(n_prompt, limit)
-    try:  # also here, as a stream that has begun can only end with an error; nothing is kept of it
-        n_granted = quotas.reserve(request.key, n_prompt, 1)
-        quotas.settle(request.key, n_prompt + n_granted, Used())
+    try:  # also here, as a stream that has begun can only end with an error
+        quotas.grant(request.key, n_prompt, 1)
     except QuotaUsedUp as error:
         raise refusals.quota_used_up(error) from None
     room = limit - n_prompt  # agents name lengths that are meant as "as long as it takes", or none

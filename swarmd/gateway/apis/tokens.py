@@ -17,8 +17,8 @@ from swarmd.gateway.apis.refusals import bad_request
 from swarmd.gateway.apis.schema import MAX_MESSAGES, ChatMessage, JsonObject, SamplingFields
 from swarmd.gateway.apis.skipped import Skipped
 from swarmd.gateway.apis.talk import GenerationRequest, make_prompt
+from swarmd.gateway.generation.ending import read_settings
 from swarmd.gateway.generation.engine import GenerationEngine
-from swarmd.protocol.models.manifest import read_json
 
 TEMPLATE = "chat_template"
 TOLD = ("tokenizer_class", "model_max_length", "bos_token", "eos_token", "pad_token", "unk_token", TEMPLATE)
@@ -69,7 +69,7 @@ def detokenize(engine: GenerationEngine, request: DetokenizeRequest) -> JsonObje
 
 def tokenizer_info(folder: Path) -> JsonObject:
     """Return what the tokenizer's files of a model say."""
-    settings = _read(folder / "tokenizer_config.json")
+    settings = read_settings(folder / "tokenizer_config.json")
     file = folder / "chat_template.jinja"
     if file.is_file():
         settings[TEMPLATE] = file.read_text(encoding="utf-8", errors="replace")
@@ -79,11 +79,3 @@ def tokenizer_info(folder: Path) -> JsonObject:
 
 def _is_token(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("content"), str)
-
-
-def _read(path: Path) -> JsonObject:
-    try:
-        settings = read_json(path)
-    except (OSError, ConfigError):
-        return {}
-    return settings if isinstance(settings, dict) else {}

@@ -22,7 +22,7 @@ def read_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ends that a tokenizer's own files name."""
     ends: set[int] = set()
     for name in FILES:
-        settings = _read(folder / name)
+        settings = read_settings(folder / name)
         for word in WORDS:
             text = settings.get(word)
             text = text.get("content") if isinstance(text, dict) else text
@@ -32,7 +32,8 @@ def read_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return what a file of a tokenizer's says; nothing where it is missing, or no JSON object."""
     try:
         settings = read_json(path)
     except (OSError, ConfigError):

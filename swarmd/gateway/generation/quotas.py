@@ -167,6 +167,13 @@ class Quotas:
 
         They and the prompt's are reserved until ``settle``. Raises QuotaUsedUp where none is left.
         """
+        granted = self.grant(key, n_prompt, n_more)
+        if key:
+            self._state(key).n_reserved += n_prompt + granted
+        return granted
+
+    def grant(self, key: str, n_prompt: int, n_more: int) -> int:
+        """Say how many tokens an answer might have now, and reserve none. Raises QuotaUsedUp where none is left."""
         if not key:
             return n_more
         state = self._state(key)
@@ -189,7 +196,6 @@ class Quotas:
                 message = f"other answers of this key may come to all that is left of its {limit} tokens: ask again"
                 raise QuotaUsedUp(message, "rate_limit_exceeded", WAIT_S)
             granted = min(granted, -(-left // 2))
-        state.n_reserved += n_prompt + granted
         return granted
 
     def settle(self, key: str, n_reserved: int, used: Used) -> None:
