@@ -20,7 +20,7 @@ from swarmd.client.links.link import SessionOptions, Statistics
 from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.text.chat_template import ChatTemplate
-from swarmd.client.text.prompts import Prompt, answer
+from swarmd.client.text.prompts import Prompt, answer, read_answer
 from swarmd.errors import ConfigError
 from swarmd.gateway.app import Gateway
 from swarmd.gateway.generation.engine import GenerationEngine
@@ -140,8 +140,7 @@ class PlayedPrompts:
         reply = answer(self._tokenizer, self._template, question)
         if "error" in reply:
             raise ConfigError(reply["error"])
-        ends = frozenset(reply.get("ends", ()))
-        self.made.append(Prompt(tuple(reply["ids"]), reply.get("tail", ""), ends))
+        self.made.append(read_answer(reply))
         return self.made[-1]
 
 

@@ -33,7 +33,7 @@ CUT = {"chat": "length", "responses": "incomplete", "messages": "max_tokens"}
 CALLED = {"chat": "tool_calls", "responses": "completed", "messages": "tool_use"}
 GOOD = ("I write. <tool_", 'call>\n{"name": "write", ', '"arguments": {"text": "a"}}\n</tool_call>')
 CUT_OFF = (*GOOD[:2], '"arguments": {"text": "on and ')
-MALFORMED = (*GOOD[:2], '"arguments": {"text": "a",}}\n</tool_call>')
+MALFORMED = (*GOOD[:2], '"arguments": {"text": }}\n</tool_call>')
 
 
 def says_pieces(tokenizer: Tokenizer, pieces: tuple[str, ...], ends: bool = True) -> dict[str, Any]:
@@ -193,3 +193,46 @@ async def test_a_template_goes_through_the_arguments_of_a_past_call(
         assert refused.status_code == 400
         assert "a past call of write has the arguments" in refused.json()["error"]["message"]
         assert (await ask(played, api, False, **history(api, {} if api == "messages" else "")))[0] == "I write."
+
+
+# --- thoughts, and what a grammar holds ----------------------------------------------------------------------------
+
+BEGUN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools }}<assistant><think>"
+THOUGHTS = ("I wonder.", "</think>")
+SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"enum": ["a"]}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_schema_holds_what_comes_behind_thoughts(
+    tmp_path: Path, tokenizer: Tokenizer, is_streamed: bool
+) -> None:
+    format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    body = {"messages": USER, "temperature": 0, "max_tokens": 60, "stream": is_streamed}
+    async with played_gateway(tmp_path, template=BEGUN, **says_pieces(tokenizer, THOUGHTS)) as played:
+        answer = await played.post(REQUESTS["chat"][0], **body, response_format=format_)
+        assert read_thoughts(answer, is_streamed) == ("I wonder.", '{"text": "a"}', [])
+        tool = {"type": "function", "function": {"name": "write", "parameters": SCHEMA}}
+        called = await played.post(REQUESTS["chat"][0], **body, tools=[tool], tool_choice="required")
+        assert read_thoughts(called, is_streamed) == ("I wonder.", "", [("write", '{"text": "a"}')])
+
+
+def read_thoughts(answer: httpx.Response, is_streamed: bool) -> tuple[str, str, list[tuple[str, str]]]:
+    assert answer.status_code == 200, answer.text
+    text, _, calls = (READ_STREAM if is_streamed else READ_WHOLE)["chat"](answer)
+    if not is_streamed:
+        return answer.json()["choices"][0]["message"]["reasoning_content"], text, calls
+    deltas = [event["choices"][0]["delta"] for event in events(answer) if event["choices"]]
+    return "".join(delta.get("reasoning_content") or "" for delta in deltas), text, calls
+
+
+async def test_thoughts_that_never_end_are_no_answer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    async with played_gateway(tmp_path, template=BEGUN, **says_pieces(tokenizer, THOUGHTS[:1], ends=False)) as played:
+        answer = await played.post(REQUESTS["chat"][0], messages=USER, max_tokens=5, response_format=format_)
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+        assert read_thoughts(answer, False)[:2] == ("I wonder." * 5, "")

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from functools import cached_property
 from typing import Any
 
 from jinja2 import meta
 
-from swarmd.client.text.past_calls import LONG_PROBE_ID, PROBE_ID, PROBE_RESULT, probe_turns, rewrite_calls, wants_text
+from swarmd.client.text.answer_formats import CALLS, DEFAULT_FORMATS, AnswerFormats, find_calls, find_thoughts
+from swarmd.client.text.answer_reader import AnswerReader
+from swarmd.client.text.past_calls import (
+    LONG_PROBE_ID,
+    PROBE_ID,
+    PROBE_RESULT,
+    probe_turns,
+    rewrite_calls,
+    wants_text,
+    write_as_talk,
+)
 from swarmd.client.text.turn_order import TurnRules, order_turns
 
 DEFAULT = "default"
@@ -22,14 +33,18 @@ OWN_ARGUMENTS = ("add_generation_prompt", "continue_final_message")  # what ``pr
 PROBE = "written by the user"  # a text that is looked for in what a template makes of it
 PROBE_NOTE = "written by the system, later"
 PROBE_ARGUMENTS = {"text": PROBE}
-PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
+PROBE_PROPERTIES = {"text": {"type": "string", "description": ""}}  # some templates fail without any
+PROBE_SCHEMA = {"type": "object", "properties": PROBE_PROPERTIES, "required": ["text"]}
+PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": PROBE_SCHEMA}}
+HALF_MARK = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 
 # Templates are programs, and families differ in what they expect. Nothing declares it, so it is found out by trying:
 # PROBE is put into a message, and looked for in the text that the template writes. A template that loses a plain string
 # and shows a list of parts takes parts. What it writes right behind an assistant's turn ends that model's answers.
 # Calls that were made before are tried alike, with arguments in both forms, and with a long id and a short one; so are
-# a system's turns at the beginning and later, and two of a user's in a row.
+# a system's turns at the beginning and later, and two of a user's in a row. How the model will write a call is how its
+# template writes one: the first format by which the call can be read again.
 # Variables are read from the template's syntax tree: what it does not name is not passed, so that a user's option never
 # reaches an argument of the library's by the same name.
 class ChatTemplate:
@@ -49,11 +64,13 @@ class ChatTemplate:
         """A conversation as tokens. Raises ConfigError for a past call, and whatever the template raises."""
         accepted = {*OWN_ARGUMENTS, *self._template_variables}
         passed_options = {name: value for name, value in options.items() if name in accepted}
+        has_calls = any("tool_calls" in message for message in messages)
+        if has_calls and not all(self._shows_calls):
+            messages = write_as_talk(messages, *self._shows_calls, CALLS[self.formats.calls].tokens)
         messages = order_turns(messages, self._turn_rules)
-        if any("tool_calls" in message for message in messages):
+        if has_calls:
             messages = rewrite_calls(messages, self._takes_text_arguments, self._takes_short_ids)
-        if self._takes_parts:
-            messages = [_in_parts(message) for message in messages]
+        messages = self._in_form(messages)
         ids = self._tokenizer.apply_chat_template(
             self._mark_keys(messages),
             tools=self._mark_keys(tools),
@@ -107,13 +124,49 @@ class ChatTemplate:
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": PROBE},
         ]
-        if self._takes_parts:
-            turns = [_in_parts(turn) for turn in turns]
-        shown = self._render_turns(turns, False)
+        shown = self._render_turns(self._in_form(turns), False)
         tail = shown.rpartition(PROBE)[2].lstrip() if PROBE in shown else ""
         added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
         markers = [text for text in added if text and tail.startswith(text)]
         return [added[max(markers, key=len)]] if markers else []
+
+    @cached_property
+    def formats(self) -> AnswerFormats:
+        """How its model marks thoughts and calls."""
+        added = {str(token): token.special for token in self._tokenizer.added_tokens_decoder.values()}
+        marks = "\n".join([self.source, *added])
+        thoughts = find_thoughts(marks)
+        written = self.write_call()
+        if "tools" not in self.source and PROBE not in written:  # whoever asks says how calls are marked
+            return DEFAULT_FORMATS._replace(thoughts=thoughts)
+
+        def reads(name: str) -> bool:
+            text = written
+            for token, is_special in added.items():
+                if is_special and token not in CALLS[name].tokens:  # nobody sees it in an answer
+                    text = text.replace(token, "")
+            reader = AnswerReader(CALLS[name].regions, [PROBE_TOOL])
+            parts = [*reader.feed(text.strip()), *reader.end()]
+            return any(part.name == "probe" and json.loads(part.text) == PROBE_ARGUMENTS for part in parts)
+
+        return AnswerFormats(thoughts, find_calls(reads, marks))
+
+    def write_call(self) -> str:
+        """What it makes of a call, without what a prompt ends with."""
+        begun = self._render_turns(self._in_form(probe_turns({}, PROBE_ID)[:1]), True, [PROBE_TOOL])
+        arguments = json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS
+        shown = self._render_turns(self._in_form(probe_turns(arguments, PROBE_ID)[:2]), False, [PROBE_TOOL])
+        pairs = zip(begun, shown, strict=False)
+        n_alike = next((place for place, (one, other) in enumerate(pairs) if one != other), len(begun))
+        half_mark = HALF_MARK.search(shown, 0, n_alike)  # another mark may begin with the same letters
+        return shown[half_mark.start() if half_mark else n_alike :]
+
+    @cached_property
+    def _shows_calls(self) -> tuple[bool, bool]:
+        """Does it write a past call, and what came of it?"""
+        arguments = json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS
+        shown = self._render_call(arguments, PROBE_ID)
+        return PROBE in shown, PROBE_RESULT in shown
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -155,13 +208,14 @@ class ChatTemplate:
         return not self._render_call(arguments, LONG_PROBE_ID) and bool(self._render_call(arguments, PROBE_ID))
 
     def _render_call(self, arguments: Any, call_id: str) -> str:
-        turns = probe_turns(arguments, call_id)
-        if self._takes_parts:
-            turns = [_in_parts(turn) for turn in turns]
-        return self._render_turns(turns, True, [PROBE_TOOL])
+        return self._render_turns(self._in_form(probe_turns(arguments, call_id)), True, [PROBE_TOOL])
+
+    def _in_form(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return turns with their contents as it takes them."""
+        return [_in_parts(turn) for turn in turns] if self._takes_parts else turns
 
     def _shows_probe(self, *turns: dict[str, Any], shown: str = PROBE) -> bool:
-        return shown in self._render_turns([_in_parts(turn) for turn in turns] if self._takes_parts else [*turns], True)
+        return shown in self._render_turns(self._in_form([*turns]), True)
 
     def _render_turns(
         self,

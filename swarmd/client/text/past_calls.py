@@ -2,6 +2,7 @@
 
 Programs send arguments as JSON in a text. Most templates want the object: one that goes through its items fails on a
 text, and one that writes JSON writes it twice. Some want the text. Which, is found out by trying (``chat_template``).
+A template that knows no tools gets talk.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from swarmd.errors import ConfigError
@@ -38,6 +40,42 @@ def wants_text(arguments: dict[str, Any], with_object: str, with_text: str) -> b
     is_object_taken = all(str(value) in with_object for value in arguments.values())
     is_written_as_python = repr(arguments) in with_object
     return (not is_object_taken or is_written_as_python) and json.dumps(arguments) in with_text
+
+
+def write_as_talk(
+    messages: list[dict[str, Any]], shows_calls: bool, shows_results: bool, marks: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the messages for a template that leaves calls or results out: as an assistant's words, and as a user's.
+
+    ``marks``: those before and behind a call.
+    """
+    rewritten: list[dict[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if calls and not shows_calls:
+            others = {name: value for name, value in message.items() if name != "tool_calls"}
+            content = message.get("content") or ""
+            rewritten.append(
+                {
+                    **others,
+                    "content": "\n".join([*filter(None, [content]), *(_write_call(call, marks) for call in calls)]),
+                }
+            )
+        elif message["role"] == "tool" and not shows_results:
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            rewritten.append({"role": "user", "content": result})
+        else:
+            rewritten.append(message)
+    return rewritten
+
+
+def _write_call(call: dict[str, Any], marks: Sequence[str]) -> str:
+    function = call["function"]
+    name = str(function.get("name"))
+    arguments = function.get("arguments")
+    read = {} if arguments in (None, "") else _read_object(arguments, name)
+    written = json.dumps({"name": name, "arguments": read}, ensure_ascii=False)
+    return f"{marks[0]}\n{written}\n{marks[1]}"
 
 
 def rewrite_calls(

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import trio
 
+from swarmd.client.text.answer_formats import AnswerFormats
 from swarmd.client.text.child import Child, ChildFailed, limit
 from swarmd.errors import ConfigError, SwarmError, SwarmUnavailable
 from swarmd.importing import importing
@@ -32,11 +33,15 @@ NO_TEMPLATE = "this model has no chat template: it is not made for conversations
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model is given: token ids; where they came from a template, their end as text, and what ends an answer."""
+    """What a model is given: token ids; where they came from a template, their end as text, and what an answer is like.
+
+    ``ends`` are the tokens that end one.
+    """
 
     ids: tuple[int, ...]
     tail: str = ""
     ends: frozenset[int] = frozenset()
+    formats: AnswerFormats | None = None
 
 
 class Prompts:
@@ -104,11 +109,7 @@ class Prompts:
                 ) from None
         if "error" in answer:
             raise ConfigError(str(answer["error"]))
-        return Prompt(
-            ids=tuple(answer["ids"]),
-            tail=answer.get("tail", ""),
-            ends=frozenset(answer.get("ends", ())),
-        )
+        return read_answer(answer)
 
     async def _start_child(self) -> None:
         """Start the child and wait until it has read the tokenizer; a child that is late has proved nothing."""
@@ -128,6 +129,16 @@ class Prompts:
         self._no_template = hello["no_template"] or NO_TEMPLATE
         self.has_template = hello["has_template"]
         self.shows_tools = hello["shows_tools"]
+
+
+def read_answer(answer: dict[str, Any]) -> Prompt:
+    """Return what the child made."""
+    return Prompt(
+        ids=tuple(answer["ids"]),
+        tail=answer.get("tail", ""),
+        ends=frozenset(answer.get("ends", ())),
+        formats=AnswerFormats(*answer["formats"]) if "formats" in answer else None,
+    )
 
 
 def has_template(folder: Path) -> bool:
@@ -194,7 +205,7 @@ def answer(
     except Exception as error:  # noqa: BLE001 - a template is anybody's program: it fails in any way
         return {"error": f"the model's chat template refuses this: {' '.join(str(error).split())[:300]}"}
     tail = tokenizer.decode(ids[-64:])
-    return {**_check_length(ids), "tail": tail, "ends": template.ends}
+    return {**_check_length(ids), "tail": tail, "ends": template.ends, "formats": template.formats}
 
 
 def _check_length(ids: list[int]) -> dict[str, Any]:

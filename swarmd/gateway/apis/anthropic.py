@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
+from swarmd.client.text.answer_reader import AnswerPart
 from swarmd.gateway.apis import streams
 from swarmd.gateway.apis.openai import (
     CollectedAnswer,
@@ -22,7 +23,6 @@ from swarmd.gateway.apis.openai import (
     read_schema,
     thinking_options,
 )
-from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import (
     MAX_MESSAGES,

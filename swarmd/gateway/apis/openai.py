@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from swarmd.gateway.apis.parts import AnswerPart
+from swarmd.client.text.answer_reader import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, JsonObject, read_length
 from swarmd.gateway.apis.skipped import Skipped, note_part

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from swarmd.client.text.answer_reader import AnswerPart
 from swarmd.gateway.apis.openai import (
     CollectedAnswer,
     format_warnings,
@@ -25,7 +26,6 @@ from swarmd.gateway.apis.openai import (
     read_tool_choice,
     thinking_options,
 )
-from swarmd.gateway.apis.parts import AnswerPart
 from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import (
     MAX_MESSAGES,

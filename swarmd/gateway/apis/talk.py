@@ -9,11 +9,12 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+from swarmd.client.text.answer_formats import AnswerFormats
+from swarmd.client.text.answer_reader import AnswerPart, AnswerReader
 from swarmd.client.text.prompts import Prompt
 from swarmd.compute.model.ends import Ends
 from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway.apis import refusals
-from swarmd.gateway.apis.parts import AnswerPart, MarkedParts, Parts, PlainParts, ToolCallParts, load_marks
 from swarmd.gateway.apis.refusals import bad_request
 from swarmd.gateway.apis.schema import JsonObject, SamplingFields
 from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
@@ -36,6 +37,9 @@ CAUTIOUS_SAMPLING = {
     "min_p": 0.05,
 }
 ANY_JSON = {"type": "object"}
+HOW_TO_CALL = (  # for a model whose template does not say it
+    'To call one, write this and nothing behind it:\n<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
+)
 RESERVED_FIELDS = (
     "messages",
     "tools",
@@ -89,9 +93,10 @@ class PreparedRequest:
 
     engine: GenerationEngine
     options: AnswerOptions
-    tail: str
     request: GenerationRequest
+    formats: AnswerFormats | None  # of an answer to a conversation
     is_forced: bool
+    is_thinking: bool  # the prompt ends within thoughts
     metrics: Metrics
     quotas: Quotas
     is_prompt_counted: bool = False  # for the key: once, however many answers it has
@@ -101,7 +106,7 @@ class PreparedRequest:
         n_prompt = len(self.options.prompt)
         n_granted = self._reserve(self.options.max_tokens)
         report = RowReport(n_prompt)
-        parts = self._make_parts()
+        reader = self._make_reader()
         n_calls = 0
         n_repairs = 0  # told so far
         n_unread = 0  # tokens, since the last part: what they are is known with the next
@@ -109,9 +114,9 @@ class PreparedRequest:
 
         async def on_delta(delta: AnswerDelta) -> None:
             nonlocal n_calls, outcome, n_repairs, n_unread
-            new_parts = parts.feed(delta.text)
+            new_parts = reader.feed(delta.text)
             if delta.finish:
-                new_parts = [*new_parts, *parts.end()]
+                new_parts = [*new_parts, *reader.end(was_cut=delta.finish == "length")]
             n_unread += len(delta.choices)
             if new_parts:
                 report.n_reasoning += n_unread if any(part.kind == "reasoning" for part in new_parts) else 0
@@ -166,20 +171,21 @@ class PreparedRequest:
         except QuotaUsedUp as error:
             raise refusals.quota_used_up(error) from None
 
-    def _make_parts(self) -> Parts:
-        if self.is_forced:
-            return ToolCallParts()
-        marks = load_marks(self.engine.ends.family) if self.request.messages else None
-        if marks is None or self.options.grammar:
-            return PlainParts()
-        return MarkedParts(marks, self.tail, _shown_tools(self.request))
+    def _make_reader(self) -> AnswerReader:
+        """Make the reader of an answer; what completes a text is text."""
+        if self.formats is None:
+            return AnswerReader(())
+        regions = self.formats.forced_regions if self.is_forced else self.formats.regions
+        tools = None if self.request.schema is not None else _shown_tools(self.request)
+        return AnswerReader(regions, tools, self.is_thinking)
 
     def _options_of(self, number: int, max_tokens: int) -> AnswerOptions:
         """Give each answer its own seed, so that answers to one prompt differ, and its own place in the grammar."""
         sampling = self.options.sampling
         grammar = self.options.grammar
         seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
-        grammar_copy = None if grammar is None else grammar.copy()
+        mark = "" if self.formats is None else self.formats.answer_mark(self.is_thinking)
+        grammar_copy = None if grammar is None else grammar.copy(begins_after=mark)
         seeded = replace(sampling, seed=seed)
         return replace(self.options, sampling=seeded, grammar=grammar_copy, max_tokens=max_tokens)
 
@@ -215,7 +221,8 @@ async def prepare_request(
         raise bad_request(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "prompt")
     stop = request.sampled.stop or []
     stops = [stop] if isinstance(stop, str) else stop
-    has_marks = bool(request.messages) and load_marks(engine.ends.family) is not None
+    formats = prompt.formats
+    is_thinking = formats is not None and formats.is_thinking(prompt.tail, _continued(request))
     options = AnswerOptions(
         prompt=ids,
         max_tokens=max_tokens,
@@ -223,11 +230,11 @@ async def prepare_request(
         stops=tuple(text for text in stops if text),
         eos=frozenset() if request.sampled.ignore_eos else engine.eos | prompt.ends,
         grammar=grammar,
-        keeps_special=has_marks and grammar is None,
+        shown=engine.token_bytes.special_among(() if formats is None else formats.tokens),
         looks_up=engine.ends.can_crop,
         key=request.key,
     )
-    return PreparedRequest(engine, options, prompt.tail, request, is_forced, metrics, quotas)
+    return PreparedRequest(engine, options, request, formats, is_forced, is_thinking, metrics, quotas)
 
 
 async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> Prompt:
@@ -257,6 +264,12 @@ def _template_options(request: GenerationRequest) -> JsonObject:
     return {**request.template, "add_generation_prompt": begins, "continue_final_message": request.continues}
 
 
+def _continued(request: GenerationRequest) -> str | None:
+    """Return the beginning of the answer, where the request has one."""
+    content = request.messages[-1].get("content") if request.continues and request.messages else None
+    return content if isinstance(content, str) else None
+
+
 def _shown_tools(request: GenerationRequest) -> list[JsonObject] | None:
     return None if request.tool_choice == "none" else list(request.tools) or None
 
@@ -267,7 +280,7 @@ def _messages_with_tools(engine: GenerationEngine, request: GenerationRequest) -
     if tools is None or engine.prompts.shows_tools:
         return request.messages
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = f"You can call these functions, each described by a JSON schema:\n{listed}"
+    text = f"You can call these functions, each described by a JSON schema:\n{listed}\n\n{HOW_TO_CALL}"
     first, *rest = request.messages
     if first["role"] == "system":
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]

@@ -30,7 +30,7 @@ class AnswerOptions:
     stops: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
     grammar: Grammar | None = None
-    keeps_special: bool = False
+    shown: frozenset[int] = frozenset()  # special tokens that are part of the text
     looks_up: bool = True
     key: str = ""
 
@@ -59,7 +59,7 @@ class Answer:
         drafters = [Lookup()] if options.looks_up and not options.grammar else []
         self.speculation = Speculation(costs, drafters)
         self._sampler = Sampler(options.sampling, options.prompt)
-        self._writer = Writer(tokens, options.stops, options.prompt[-N_BEFORE:], options.keeps_special)
+        self._writer = Writer(tokens, options.stops, options.prompt[-N_BEFORE:], options.shown)
         self._tokens: list[int] = list(options.prompt)
         self._draft: list[int] = []
         self._unsent: list[SampledToken] = []
@@ -123,10 +123,11 @@ class Answer:
             return
         self._unsent.append(choice)
         self._sampler.count_token(choice.token)
-        self._text += self._writer.add(choice.token)
+        text = self._writer.add(choice.token)
+        self._text += text
         grammar = self.options.grammar
         if grammar is not None:
-            grammar.accept_token(choice.token)
+            grammar.accept_token(choice.token, text)
         is_complete = grammar is not None and grammar.is_done
         if self._writer.stopped is not None or is_complete:
             self.finish = "stop"

@@ -7,6 +7,7 @@ guessed. Source: the decoders of tokenizers, as ``tokenizer.json`` names them.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,10 @@ class TokenBytes:
         dropping = (decoder for decoder in decoders if decoder["type"] == "Metaspace" and _drops_space(decoder))
         self._dropped = next(map(_replacement, dropping), None)
         self.special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+
+    def special_among(self, names: Iterable[str]) -> frozenset[int]:
+        """Return those of some tokens, by their names, that are special ones of this vocabulary."""
+        return frozenset(self.special.intersection(map(self.tokenizer.token_to_id, names)))
 
     def __getitem__(self, token: int) -> bytes:
         """The bytes of a token; where there are none by itself, those of its text."""

@@ -19,7 +19,7 @@ UNKNOWN = "\ufffd"
 class Writer:
     """One answer's text. ``stopped`` is the stop string that ended it, which is no part of it.
 
-    Special tokens are written if ``special``; if not they are still what a stop string may name.
+    Special tokens are hidden, but for those that are ``shown``; a stop string may still name them.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class Writer:
         tokens: TokenBytes,
         stops: Sequence[str],
         preceding: Sequence[int] = (),
-        special: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._tokens = tokens
-        self._hides = frozenset() if special else frozenset(tokens.special)
+        self._hides = frozenset(tokens.special) - shown
         self._stops = tuple(stops)
         names = [tokens[token].decode(errors="replace") for token in self._hides]
         self._minds_hidden = any(name in stop for stop in self._stops for name in names if name)

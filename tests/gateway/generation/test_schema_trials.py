@@ -105,7 +105,7 @@ def written(grammar: Any, tokenizer: Tokenizer) -> str:
     while not grammar.is_done:
         for token in grammar.forced_tokens() or [int(grammar.allowed_tokens().nonzero()[-1])]:
             tokens.append(token)
-            grammar.accept_token(token)
+            grammar.accept_token(token, "")
     return str(tokenizer.decode(tokens))
 
 

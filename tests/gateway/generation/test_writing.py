@@ -67,7 +67,7 @@ BYTES = tuple(3 + byte for byte in (0xF0, 0x9F, 0x98, 0x80, 0xC3, 0xA9, 0xE6, 0x
 
 
 def grown(tokens: TokenBytes, prompt: list[int], answer: list[int], special: bool = False) -> str:
-    writer = Writer(tokens, (), prompt, special)
+    writer = Writer(tokens, (), prompt, frozenset(tokens.special) if special else frozenset())
     texts = [writer.add(token) for token in answer]
     return "".join([*texts, writer.finish()])
 
