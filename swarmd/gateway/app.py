@@ -171,7 +171,7 @@ class Gateway:
                 self._route("/api/pull", self._pull, "POST"),
                 self._route("/openapi.json", self._describe),
                 self._route("/", self.page.file),
-                self._route("/page/files/{name}", self.page.file),
+                self._route("/page/files/{name:path}", self.page.file),
                 self._route("/page/news", self.page.news),
                 Route("/page/{verb}", self._guarded(self.page.act, needs_token=True), methods=["POST"]),
                 Route("/{path:path}", self._guarded(self._nothing_here), methods=METHODS),

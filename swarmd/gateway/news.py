@@ -6,8 +6,9 @@ The swarm is seen through the gateway's own view; this machine through its daemo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import trio
 
 from swarmd.errors import SwarmError
 from swarmd.folders import SOCKET
+from swarmd.gateway.generation.row import RowReport
 from swarmd.names import label_member
 from swarmd.net.local import ask_daemon
 from swarmd.plan.chains.view import SwarmView
@@ -23,6 +25,7 @@ from swarmd.printable import clean_strings
 from swarmd.values import ModelId, PeerId
 
 LOOK_INTERVAL_S = 2.0  # a person sees a change within so long
+FLOWS_PER_LOOK = 4  # answers grow faster than anything else
 SAMPLE_INTERVAL_S = 15.0  # of the curves
 KEPT_SAMPLES = 240  # an hour
 ASK_TIMEOUT_S = 5.0  # the daemon on the same machine
@@ -35,8 +38,9 @@ def describe_swarm(
     view: SwarmView,
     own_peer: str,
     chats: Callable[[ModelId], bool | None],
+    limits: Mapping[ModelId, int | None],
 ) -> dict[str, Any]:
-    """List models, with what nobody serves and whether they can chat, and peers, with what they serve."""
+    """List models, with what nobody serves, whether they can chat, and how much; and peers, with what they serve."""
     models = [
         {
             "name": name,
@@ -44,6 +48,7 @@ def describe_swarm(
             "n_blocks": n_blocks,
             "missing": [[span.start, span.end] for span in view.missing(ModelId(model), n_blocks)],
             "chats": chats(ModelId(model)),
+            "max_tokens": limits.get(ModelId(model)),
         }
         for name, (model, n_blocks) in sorted(view.catalog.models.items())
     ]
@@ -77,6 +82,17 @@ def describe_swarm(
     ]
     peers.sort(key=_peer_order)
     return {"n_peers": len(peers), "models": models, "peers": peers}
+
+
+def describe_flow(model: ModelId, report: RowReport) -> dict[str, Any]:
+    """Say through whom an answer that is being written goes, and how far it is; nothing of what it says."""
+    return {
+        "model": model,
+        "chain": list(report.chain),
+        "n_prompt": report.n_prompt,
+        "n_generated": report.n_generated,
+        "repairs": list(report.repairs),
+    }
 
 
 def _peer_order(peer: dict[str, Any]) -> tuple[str, int]:
@@ -139,17 +155,20 @@ class Machine:
 
 async def send_changes(
     swarm: Callable[[], dict[str, Any]],
+    flows: Callable[[], list[dict[str, Any]]],
     machine: Machine,
     say: Say,
 ) -> None:
     """Send what has changed, and everything at first, until cancelled."""
     # Compared as bytes: what encodes alike is alike for the page, and is not sent again.
     sent: dict[str, bytes] = {}
-    while True:
-        topics = {"swarm": swarm(), "machine": machine.status, "training": machine.training}
+    for n_looks in count():
+        topics: dict[str, Any] = {"flows": flows()}
+        if n_looks % FLOWS_PER_LOOK == 0:
+            topics |= {"swarm": swarm(), "machine": machine.status, "training": machine.training}
         for name, value in topics.items():
             raw = msgspec.json.encode(clean_strings(value))
             if sent.get(name) != raw:
                 sent[name] = raw
                 await say(name, raw)
-        await trio.sleep(LOOK_INTERVAL_S)
+        await trio.sleep(LOOK_INTERVAL_S / FLOWS_PER_LOOK)

@@ -21,9 +21,17 @@ from swarmd.gateway.apis.streams import Emit, EventStream, json_response
 from swarmd.gateway.models import ServedModels
 from swarmd.gateway.news import Machine
 
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
 FOLDER = files("swarmd.gateway") / "page"
-FILES = {path.name: path for path in FOLDER.iterdir() if path.name[-3:] != ".py"}
+VENDORED = "vendor"  # what others wrote, as they published it: versions and licences in LICENSES.txt
+FILES = {path.name: path for path in FOLDER.iterdir() if path.is_file()}
+FILES |= {f"{VENDORED}/{path.name}": path for path in (FOLDER / VENDORED).iterdir()}
 HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -59,7 +67,7 @@ class Page:
             async def say(name: str, raw: bytes) -> None:
                 await emit.send_event(raw, name)
 
-            await news.send_changes(self._swarm_now, self._machine, say)
+            await news.send_changes(self._swarm_now, self._flows_now, self._machine, say)
 
         return EventStream(produce, openai.emit_error)
 
@@ -74,4 +82,9 @@ class Page:
             raise ApiError(409, "invalid_request_error", str(error)) from None
 
     def _swarm_now(self) -> dict[str, Any]:
-        return news.describe_swarm(self._swarm.view(), self._machine.peer, self._models.chats)
+        limits = {listed.model: listed.max_tokens for listed in self._models.list_models()}
+        return news.describe_swarm(self._swarm.view(), self._machine.peer, self._models.chats, limits)
+
+    def _flows_now(self) -> list[dict[str, Any]]:
+        engines = self._models.loaded_engines().values()
+        return [news.describe_flow(engine.model, report) for engine in engines for report in engine.running]

@@ -174,7 +174,7 @@ async def test_what_the_page_is_told_can_be_shown() -> None:
             raise StopAsyncIteration
 
     with pytest.raises(StopAsyncIteration):
-        await send_changes(lambda: describe_swarm(view, "me", lambda model: True), machine, say)
+        await send_changes(lambda: describe_swarm(view, "me", lambda model: True, {}), list, machine, say)
     assert sent.keys() == {"swarm", "machine", "training"}
     for text in find_texts(sent):
         assert_harmless(text)

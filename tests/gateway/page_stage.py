@@ -113,10 +113,24 @@ class Stage:
     page: Any
     url: str
     news: queue.Queue[bytes]
+    replies: queue.Queue[list[dict[str, Any]]]
+    asked: list[dict[str, Any]] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
     def say(self, name: str, body: Any) -> None:
         self.news.put(f"event: {name}\ndata: {json.dumps(body)}\n\n".encode())
+
+    def reply(self, *deltas: dict[str, Any], finish: str = "stop", **extra: Any) -> None:
+        """Have the gateway answer the next question so."""
+        about = {"chain": ["[0,6) on abcdefgh"], "repairs": [], "doubts": [], "longest_stall_s": 0.0, **extra}
+        usage = {"completion_tokens": 9, "prompt_tokens": 20, "prompt_tokens_details": {"cached_tokens": 5}}
+        chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+        chunks.append({"choices": [{"delta": {}, "finish_reason": finish}]})
+        self.replies.put([*chunks, {"choices": [], "usage": usage, "swarmd": about}])
+
+    def ask(self, question: str) -> None:
+        self.page.fill("#question", question)
+        self.page.press("#question", "Enter")
 
     def open(self, view: str = "chat") -> None:
         self.page.goto(f"{self.url}/#/{view}")
@@ -141,10 +155,11 @@ def started_chromium() -> Iterator[Any]:
 @contextmanager
 def stage(chromium: Any, viewport: dict[str, int] | None = None) -> Iterator[Stage]:
     news: queue.Queue[bytes] = queue.Queue()
+    replies: queue.Queue[list[dict[str, Any]]] = queue.Queue()
 
     class Gateway(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            name = self.path.rpartition("/")[2] or "index.html"
+            name = self.path.removeprefix("/page/files/").removeprefix("/page/").removeprefix("/") or "index.html"
             self.send_response(200 if name == "news" or name in FILES else 404)
             kind = "text/event-stream" if name == "news" else KINDS.get(f".{name.rpartition('.')[2]}", "text/plain")
             for key, value in {**HEADERS, "content-type": kind}.items():
@@ -155,6 +170,15 @@ def stage(chromium: Any, viewport: dict[str, int] | None = None) -> Iterator[Sta
             while name == "news" and (event := news.get()):
                 self.wfile.write(event)
 
+        def do_POST(self) -> None:
+            stage_shown.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            for chunk in replies.get(timeout=20):
+                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
@@ -163,7 +187,7 @@ def stage(chromium: Any, viewport: dict[str, int] | None = None) -> Iterator[Sta
     try:
         context = chromium.new_context(viewport=viewport or NARROW)
         page = context.new_page()
-        stage_shown = Stage(page, f"http://127.0.0.1:{server.server_port}", news)
+        stage_shown = Stage(page, f"http://127.0.0.1:{server.server_port}", news, replies)
         page.on("console", lambda m: stage_shown.complaints.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: stage_shown.complaints.append(str(error)))
         yield stage_shown

@@ -116,11 +116,11 @@ def browser(
 def test_it_chats_streams_and_stops(browser: Browser) -> None:
     browser.open()
     page = browser.page
-    page.select_option("select", "chatty")
+    page.select_option("select[aria-label=Model]", "chatty")
     page.evaluate(ON_FIRST_TEXT, "stop")  # a model as small has ended before a hand is there
     browser.ask("The function <b>returns</b>")
     browser.see(".turn.user .said", "<b>returns</b>")
-    browser.see(".turn.assistant .said", "(stopped)")
+    browser.see(".turn.assistant .told", "stopped")
     page.click("text=Retry")
     browser.see(".turn.assistant .dim", "tokens/s")
     assert page.locator(".turn").count() == 2
@@ -148,7 +148,7 @@ def test_a_kill_is_shown_under_the_answer(browser: Browser) -> None:
                 killed[0].signal(signal.SIGKILL, "both")
 
     page.expose_function("strike", strike)
-    page.select_option("select", "chatty")
+    page.select_option("select[aria-label=Model]", "chatty")
     page.evaluate(ON_FIRST_TEXT, "strike")
     browser.ask("The function returns")
     try:
@@ -204,7 +204,7 @@ def test_a_run_shows_its_losses(browser: Browser) -> None:
     browser.open()
     browser.page.click("nav a[href='#/training']")
     browser.see("h2", "caesar")
-    browser.page.locator("svg[aria-label^='Loss'], figure:has-text('Loss') svg").first.wait_for(timeout=WAIT_MS)
+    browser.page.locator("[role=img][aria-label^='Loss']").first.wait_for(timeout=WAIT_MS)
 
 
 @both

@@ -64,6 +64,7 @@ class GenerationEngine:
         self._swarm = swarm
         self._options = options
         self._kept: list[KeptSession] = []
+        self._running: dict[int, RowReport] = {}
         self._costs = Costs()
         self.token_bytes = TokenBytes(tokenizer)
         ends = self.ends.eos | read_end_tokens(prompts.folder, tokenizer)
@@ -80,6 +81,11 @@ class GenerationEngine:
     def n_kept(self) -> int:
         """Sessions that wait for a next turn."""
         return len(self._kept)
+
+    @property
+    def running(self) -> list[RowReport]:
+        """What becomes of the answers that are being written."""
+        return list(self._running.values())
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Compute for all rows, and give back what was kept long enough, until cancelled.
@@ -105,7 +111,11 @@ class GenerationEngine:
         asked_at = trio.current_time()
         async with self.turns.turn(options.key):
             report.queued_s = trio.current_time() - asked_at
-            await self._answer(options, on_delta, report)
+            self._running[id(report)] = report
+            try:
+                await self._answer(options, on_delta, report)
+            finally:
+                del self._running[id(report)]
 
     async def score(self, prompt: tuple[int, ...], n_top: int, key: str, report: RowReport) -> list[SampledToken]:
         """How likely the tokens of a prompt are, but for its first; answers to it go on from there.

@@ -1,7 +1,8 @@
 // What this machine gives, and to how many; what its owner can tell it to do.
 
 import { ask, hasToken } from "./api.js";
-import { curve, h, number } from "./dom.js";
+import { h, number } from "./dom.js";
+import { plot } from "./plot.js";
 
 export function machine(news) {
   const element = h("section", { "aria-label": "This machine" });
@@ -41,9 +42,15 @@ function draw({ status, history }, act, said) {
     h("div", { class: "row" }, button("drain", "Stop serving"), button("resume", "Serve again")),
     h("p", { class: "dim", role: "status" }, said || (hasToken() ? "" : "To change something, open this page with: swarmd open")),
     h("h2", {}, "The last hour"),
-    curve("Tokens/s served", rates(history), ""),
-    curve("Sessions open", history.map((row) => [row.at, row.sessions]), ""),
+    plot("Tokens/s served", minutes(rates(history)), { xLabel: "minutes" }),
+    plot("Sessions open", minutes(history.map((row) => [row.at, row.sessions])), { xLabel: "minutes" }),
   ];
+}
+
+// Places in seconds as minutes before now.
+function minutes(points) {
+  const last = points.at(-1)?.[0] ?? 0;
+  return points.map(([at, value]) => [(at - last) / 60, value]);
 }
 
 function rates(history) {

@@ -7,7 +7,7 @@ import { swarm } from "./swarm.js";
 import { training } from "./training.js";
 
 const VIEWS = { chat, swarm, machine, training };
-const news = { swarm: null, machine: null, training: null };
+const news = { swarm: null, flows: null, machine: null, training: null };
 let shown = null, name = "";
 
 function show() {

@@ -1,6 +1,8 @@
-// Who serves which blocks: a row for each peer, a column for each block, states by shape, colour and in words.
+// Who serves which blocks: a picture of what happens now, and a map with a row for each peer and a column for each block,
+// states by shape, colour and in words.
 
 import { h, number } from "./dom.js";
+import { picture } from "./picture.js";
 
 const SHAPES = { online: "●", joining: "◐", draining: "◑" };
 const MOST_ROWS = 100; // drawn at once: a table of a thousand is found by the filter
@@ -12,21 +14,27 @@ export function swarm(news) {
   const place = h("div");
   const element = h("section", { "aria-label": "Swarm" }, h("div", { class: "row" }, search), place);
   function update(kind) {
-    if (kind && kind !== "swarm") return;
+    if (kind && kind !== "swarm" && kind !== "flows") return;
     const data = news.swarm;
-    place.replaceChildren(...(data ? draw(data, update) : [h("p", { class: "dim" }, "waiting for news")]));
+    if (kind === "flows" && data) return redrawPictures(place, data, news.flows);
+    place.replaceChildren(...(data ? draw(data, news.flows, update) : [h("p", { class: "dim" }, "waiting for news")]));
   }
   return { element, update };
 }
 
-function draw(data, update) {
-  const maps = data.models.map((model) => map(model, data, update));
-  return [...maps, peers(data, update)];
+function draw(data, flows, update) {
+  if (!data.models.length) return [h("p", {}, "The swarm has no models yet. To add one: ", h("code", {}, "swarmd models add FOLDER")), peers(data, update)];
+  return [...data.models.map((model) => map(model, data, flows, update)), peers(data, update)];
+}
+
+function redrawPictures(place, data, flows) {
+  for (const model of data.models)
+    place.querySelector(`[data-picture="${model.model}"]`)?.replaceChildren(picture(model, data, flows));
 }
 
 const fits = (peer) => !filter || JSON.stringify(peer).toLowerCase().includes(filter);
 
-function map(model, data, update) {
+function map(model, data, flows, update) {
   const spans = data.peers.filter(fits).flatMap((peer) => peer.spans.filter((s) => s.model === model.model).map((s) => [peer, s]));
   const counts = Array(model.n_blocks).fill(0);
   for (const peer of data.peers) for (const s of peer.spans)
@@ -44,6 +52,7 @@ function map(model, data, update) {
   return h("section", {},
     h("h2", {}, model.name),
     h("p", { class: lacks ? "bad" : "dim" }, said),
+    h("div", { "data-picture": model.model }, picture(model, data, flows)),
     spans.length > 0 && h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Block map of ${model.name}` }, h("table", { class: "map" },
       h("caption", {}, "● serves, ◐ is about to, ◑ is leaving; below: how many serve each block"),
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "peer"), h("th", { scope: "col" }, "blocks"),

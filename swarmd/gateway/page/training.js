@@ -1,6 +1,7 @@
 // Runs that this machine knows of: how far they are, who takes part, how the loss goes.
 
-import { bytes, curve, h, number } from "./dom.js";
+import { bytes, h, number } from "./dom.js";
+import { plot } from "./plot.js";
 
 export function training(news) {
   const element = h("section", { "aria-label": "Training" });
@@ -16,10 +17,11 @@ export function training(news) {
 }
 
 function draw(run, label) {
-  const losses = run.losses.map((loss, i) => [i, loss]);
+  const first = Math.max(0, run.update - run.losses.length); // the last ones are known
+  const losses = run.losses.map((loss, i) => [first + i + 1, loss]);
   return h("section", {}, h("h2", {}, run.name),
     run.failure && h("p", { class: "bad" }, `It does not go on here: ${run.failure}`),
-    losses.length > 0 && curve("Loss", losses, "", true),
+    losses.length > 0 && plot("Loss", losses, { fits: true, xLabel: "updates" }),
     h("ul", {}, ...sentences(run, label).map((text) => h("li", {}, text))),
     run.peers.length > 0 && others(run.peers, label),
     h("p", { class: "dim" }, `Run ${run.run}`));

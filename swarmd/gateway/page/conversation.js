@@ -1,0 +1,71 @@
+// A conversation as a tree of turns: what is edited or asked again grows a branch, and nothing is lost.
+//
+//     turns    0 user ── 1 assistant ── 2 user
+//                   └── 3 assistant (again)          leaf: 3, so 0 and 3 are shown
+//
+// A turn: {parent, next, role, text, thoughts, calls, files, told, kind}. Plain data, as the browser keeps it.
+
+export function begin() {
+  return { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, title: "", changed: Date.now(), model: "", options: {}, turns: [], leaf: -1 };
+}
+
+export function add(conversation, role, fields = {}, parent = conversation.leaf) {
+  conversation.turns.push({ parent, role, text: "", thoughts: "", calls: [], files: [], told: "", kind: "", ...fields });
+  conversation.leaf = conversation.turns.length - 1;
+  follow(conversation, conversation.leaf);
+  conversation.changed = Date.now();
+  if (!conversation.title && role === "user") conversation.title = (fields.text || fields.files?.[0]?.name || "").slice(0, 60);
+  return conversation.leaf;
+}
+
+// The places of the turns that are shown, in their order.
+export function path({ turns, leaf }) {
+  const places = [];
+  for (let place = leaf; place >= 0; place = turns[place].parent) places.unshift(place);
+  return places;
+}
+
+// Turns that follow the same one, as another of the same: its branches.
+export function branches({ turns }, place) {
+  const { parent, role } = turns[place];
+  return turns.flatMap((turn, other) => (turn.parent === parent && turn.role === role ? [other] : []));
+}
+
+// Have a turn be the one that follows its parent, when that is shown again.
+function follow({ turns }, place) {
+  const parent = turns[turns[place].parent];
+  if (parent) parent.next = place;
+}
+
+// Show another branch, as far as it went when it was last seen.
+export function show(conversation, place) {
+  follow(conversation, place);
+  let leaf = place;
+  while (conversation.turns[leaf].next != null) leaf = conversation.turns[leaf].next;
+  conversation.leaf = leaf;
+}
+
+// As the API takes them. Files stand before what is said of them.
+export function messages(conversation) {
+  const said = path(conversation).map((place) => conversation.turns[place]).map((turn) => {
+    if (turn.role === "tool") return { role: "tool", tool_call_id: turn.call, content: turn.text };
+    const files = turn.files.map(({ name, text }) => `${name}:\n\`\`\`\n${text}\n\`\`\`\n\n`).join("");
+    const calls = turn.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
+    return { role: turn.role, content: files + turn.text, ...(calls.length ? { tool_calls: calls } : {}) };
+  });
+  const { system } = conversation.options;
+  return system ? [{ role: "system", content: system }, ...said] : said;
+}
+
+export function asMarkdown(conversation) {
+  const names = { user: "You", assistant: conversation.model || "Model", tool: "Result" };
+  const said = path(conversation).map((place) => conversation.turns[place])
+    .map((turn) => `## ${names[turn.role]}\n\n${turn.text}${turn.calls.map((call) => `\n\n\`${call.name}(${call.text})\``).join("")}\n`);
+  return `# ${conversation.title}\n\n${said.join("\n")}`;
+}
+
+export function matches(conversation, words) {
+  const wanted = words.toLowerCase();
+  return conversation.title.toLowerCase().includes(wanted)
+    || conversation.turns.some((turn) => turn.text.toLowerCase().includes(wanted));
+}

@@ -1,0 +1,285 @@
+"""The page's chat in a real Chromium: conversations that stay, branches, files, thoughts, calls, code, what is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright import sync_api as playwright
+
+from tests.gateway.page_stage import CHROMIUM, WAIT_MS, Stage, model, stage, started_chromium, swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+WIDE = {"width": 1280, "height": 900}
+ANSWER = """| name | n |
+|:--|--:|
+| a | 1 |
+
+```python
+def f(): return "x"  # note
+```
+
+- [x] done
+
+<script>alert(1)</script>
+
+[bad](javascript:alert(1)) ![i](https://x.y/i.png)"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with started_chromium() as started:
+        yield started
+
+
+@pytest.fixture(params=[WIDE, {"width": 390, "height": 800}], ids=["wide", "mobile"])
+def browser(chromium: Any, request: pytest.FixtureRequest) -> Iterator[Stage]:
+    with stage(chromium, request.param) as shown:
+        begin(shown)
+        yield shown
+        assert shown.too_wide() <= 0
+
+
+def begin(shown: Stage) -> None:
+    shown.open()
+    shown.say("swarm", swarm(model("smol")))
+    playwright.expect(shown.page.locator("button[type=submit]")).to_be_enabled()
+
+
+def ask(shown: Stage, question: str, answer: str, finish: str = "stop") -> None:
+    shown.reply({"content": answer}, finish=finish)
+    shown.ask(question)
+    playwright.expect(shown.page.locator(".turn.assistant .told").last).to_contain_text("tokens/s", timeout=WAIT_MS)
+
+
+def said(shown: Stage) -> list[str]:
+    return [text.strip() for text in shown.page.locator(".turn > .said").all_inner_texts()]
+
+
+def open_side(shown: Stage) -> None:
+    if shown.page.locator("details.side").get_attribute("open") is None:
+        shown.page.click("details.side > summary")
+
+
+def test_conversations_are_kept_found_renamed_exported_and_deleted(browser: Stage) -> None:
+    page = browser.page
+    ask(browser, "How tall is a giraffe?", "Tall.")
+    open_side(browser)
+    page.click("text=New")
+    assert said(browser) == []
+    ask(browser, "And an okapi?", "Less tall.")
+    page.reload()
+    open_side(browser)
+    titles = page.locator(".conversations .title")
+    playwright.expect(titles).to_have_text(["And an okapi?", "How tall is a giraffe?"])
+    page.fill("[aria-label='Search conversations']", "GIRAFFE")
+    playwright.expect(titles).to_have_text(["How tall is a giraffe?"])
+    titles.first.click()
+    assert said(browser) == ["How tall is a giraffe?", "Tall."]
+    page.click(".more summary")
+    page.locator(".more").get_by_text("Rename").click()
+    page.fill("[aria-label=Title]", "Giraffes")
+    page.press("[aria-label=Title]", "Enter")
+    page.fill("[aria-label='Search conversations']", "")
+    playwright.expect(titles).to_have_text(["And an okapi?", "Giraffes"])
+    page.locator("li", has_text="Giraffes").locator(".more summary").click()
+    with page.expect_download() as download:
+        page.locator("li", has_text="Giraffes").get_by_text("Export").click()
+    assert download.value.suggested_filename.startswith("Giraffes.")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.locator("li", has_text="Giraffes").get_by_text("Delete").click()
+    playwright.expect(titles).to_have_text(["And an okapi?"])
+    page.reload()
+    open_side(browser)
+    playwright.expect(titles).to_have_text(["And an okapi?"])
+
+
+def test_what_is_edited_or_asked_again_grows_a_branch(browser: Stage) -> None:
+    page = browser.page
+    ask(browser, "one", "first")
+    page.click("text=Retry")
+    browser.reply({"content": "second"})
+    playwright.expect(page.locator(".turn.assistant .said")).to_have_text("second")
+    browser.see(".turn.assistant", "2 of 2")
+    page.click("[aria-label='The branch before']")
+    assert said(browser) == ["one", "first"]
+    ask(browser, "two", "third")
+    page.locator(".turn.user").first.get_by_text("Edit").click()
+    assert page.input_value("#question") == "one"
+    assert said(browser) == []
+    page.click("text=Cancel")
+    assert said(browser) == ["one", "first", "two", "third"]
+    page.locator(".turn.user").first.get_by_text("Edit").click()
+    ask(browser, "another one", "fourth")
+    assert said(browser) == ["another one", "fourth"]
+    assert [turn["content"] for turn in browser.asked[-1]["messages"]] == ["another one"]
+    page.click("[aria-label='The branch before']")
+    assert said(browser) == ["one", "first", "two", "third"], "as far as it went"
+
+
+def test_an_answer_that_was_cut_goes_on(browser: Stage) -> None:
+    ask(browser, "Count.", "one two ", finish="length")
+    browser.reply({"content": "three"})
+    browser.page.click("text=Go on")
+    playwright.expect(browser.page.locator(".turn.assistant .said")).to_have_text("one two three")
+    asked = browser.asked[-1]
+    assert asked["continue_final_message"] is True
+    assert asked["add_generation_prompt"] is False
+    assert asked["messages"][-1] == {"role": "assistant", "content": "one two "}
+    assert browser.page.locator("text=Go on").count() == 0
+
+
+def test_settings_are_sent_and_stay_with_their_conversation(browser: Stage) -> None:
+    page = browser.page
+    page.click("text=Settings")
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.3")
+    page.get_by_label("At most, tokens").fill("50")
+    page.get_by_label("Thinking").select_option("none")
+    ask(browser, "Hi", "Hello.")
+    asked = browser.asked[-1]
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (asked["temperature"], asked["max_tokens"], asked["reasoning_effort"]) == (0.3, 50, "none")
+    assert "top_p" not in asked
+    page.reload()
+    open_side(browser)
+    page.click(".conversations .title")
+    page.click("text=Settings")
+    assert page.get_by_label("System prompt").input_value() == "Be brief."
+
+
+def test_a_text_file_is_asked_about_and_what_is_none_is_refused(browser: Stage) -> None:
+    page = browser.page
+    file = "input[type=file]"
+    page.set_input_files(file, {"name": "a.bin", "mimeType": "x/y", "buffer": b"a\0b"})
+    browser.see("form > [role=status]", "a.bin is no text.")
+    page.set_input_files(file, {"name": "big.txt", "mimeType": "text/plain", "buffer": b"x" * 200_001})
+    browser.see("form > [role=status]", "big.txt has 200001 characters")
+    page.set_input_files(file, {"name": "notes.txt", "mimeType": "text/plain", "buffer": "naïve".encode()})
+    browser.see(".chip", "notes.txt")
+    ask(browser, "What is it?", "A word.")
+    assert browser.asked[-1]["messages"][-1]["content"] == "notes.txt:\n```\nnaïve\n```\n\nWhat is it?"
+    browser.see(".turn.user summary", "notes.txt, 5 characters")
+    assert page.locator(".chip").count() == 0
+
+
+def test_tools_are_called_and_what_came_of_them_is_sent(browser: Stage) -> None:
+    page = browser.page
+    page.click("text=Settings")
+    tools = page.get_by_label("Tools")
+    tools.fill("{not a list")
+    tools.blur()
+    assert tools.evaluate("(place) => place.validationMessage").startswith("These tools cannot be read")
+    tools.fill('[{"type": "function", "function": {"name": "weather"}}]')
+    tools.blur()
+    call = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": '{"where": "Rome"}'}}
+    browser.reply({"tool_calls": [call]}, finish="tool_calls")
+    browser.ask("Is it warm?")
+    browser.see(".call", "weather")
+    page.fill("[aria-label='Result of weather']", "Sunny")
+    browser.reply({"content": "It is."})
+    page.click("text=Send result")
+    playwright.expect(page.locator(".turn.assistant .said").last).to_have_text("It is.")
+    *_, called, result = browser.asked[-1]["messages"]
+    assert called["tool_calls"][0]["function"] == call["function"]
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "Sunny"}
+
+
+def test_thoughts_are_folded_and_an_answer_is_drawn_without_its_html(browser: Stage) -> None:
+    page = browser.page
+    browser.reply({"reasoning_content": "I wonder."}, {"content": ANSWER})
+    browser.ask("Show me")
+    browser.see(".told", "tokens/s")
+    assert not page.locator(".thoughts").is_visible()
+    page.click("text=Thoughts")
+    assert page.locator(".thoughts").inner_text() == "I wonder."
+    assert page.locator(".said td.to-right").inner_text() == "1"
+    assert page.locator(".said .hljs-keyword").first.inner_text() == "def"
+    assert page.locator(".said pre").inner_text() == 'def f(): return "x"  # note'
+    assert page.locator(".said input[type=checkbox]").is_checked()
+    shown = page.locator(".said").last
+    assert "<script>alert(1)</script>" in shown.inner_text()
+    assert shown.locator("script, img").count() == 0
+    assert [link.get_attribute("href") for link in shown.locator("a").all()] == ["https://x.y/i.png"]
+
+
+def test_an_error_is_told_under_its_answer_and_asked_again(browser: Stage) -> None:
+    browser.replies.put([{"error": {"message": "the queue is full"}}])
+    browser.ask("Hi")
+    browser.see(".told.bad", "✖ the queue is full")
+    browser.reply({"content": "Hello."})
+    browser.page.click("text=Retry")
+    playwright.expect(browser.page.locator(".turn.assistant .said")).to_have_text("Hello.")
+
+
+def test_the_picker_says_how_large_a_model_is_who_serves_it_and_how_fast(browser: Stage) -> None:
+    known = model("smol") | {"max_tokens": 8192}
+    browser.say("swarm", swarm(known))
+    browser.see(".row .dim", "6 blocks · 1 machine serves it · 8,192 tokens of context · up to 31 tokens/s")
+
+
+def test_a_swarm_is_pictured_with_its_answers_and_a_death(browser: Stage) -> None:
+    page = browser.page
+    page.click("nav a[href='#/swarm']")
+    known = model("smol")
+    whole = swarm(known)
+    first = whole["peers"][0]
+    bob = {**first, "peer": "12D3KooWbobsbobs", "label": "bobsbobs (bob)", "is_here": False}
+    browser.say("swarm", {**whole, "peers": [first, bob], "n_peers": 2})
+    browser.see(".bar.online text", "bobsbobs")
+    flow = {"model": known["model"], "chain": ["[0,6) on bobsbobs"], "n_prompt": 5, "n_generated": 7, "repairs": []}
+    browser.say("flows", [flow])
+    browser.see(".flows li", "An answer, 7 tokens so far, through bobsbobs (bob)")
+    page.locator(".flow.moves").wait_for(state="attached", timeout=WAIT_MS)
+    browser.say("flows", [{**flow, "chain": ["[0,6) on abcdefgh"], "repairs": ["bobsbobs does not answer"]}])
+    browser.say("swarm", whole)
+    browser.see(".bar.gone text", "✖ bobsbobs (bob)")
+    browser.see(".flows li", "through abcdefgh (anna); repaired 1×: bobsbobs does not answer")
+    picture = page.locator("svg.picture").get_attribute("aria-label")
+    assert picture == "smol: 1 spans of 6 blocks, 1 answers go through them now; gone: bobsbobs (bob)"
+
+
+def test_a_swarm_without_models_says_the_next_command(browser: Stage) -> None:
+    browser.say("swarm", swarm())
+    browser.see("form > [role=status]", "The swarm has no models yet. To add one: swarmd models add FOLDER")
+    browser.page.click("nav a[href='#/swarm']")
+    browser.see("main code", "swarmd models add FOLDER")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_whoever_cannot_see_a_conversation_can_use_it(browser: Stage, scheme: str) -> None:
+    page = browser.page
+    page.emulate_media(color_scheme=scheme)
+    call = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": "{}"}}
+    browser.reply({"reasoning_content": "Hm."}, {"content": ANSWER}, {"tool_calls": [call]}, finish="length")
+    browser.ask("Show me")
+    browser.see(".told", "tokens/s")
+    open_side(browser)
+    page.click("text=Settings")
+    found = Axe().run(page)
+    assert not found.violations_count, found.generate_report()
+
+
+SHA256 = {
+    "marked.js": "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de",
+    "highlight.js": "1ed8fc5256b738b8875b74e4d3f0754f60d6411fb034d618dfbc4e6e6c9999d7",
+    "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+
+
+def test_what_others_wrote_is_as_they_published_it_and_comes_with_its_licence() -> None:
+    folder = files("swarmd.gateway") / "page" / "vendor"
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    licences = (folder / "LICENSES.txt").read_text()
+    assert {name: digest for name, digest in found.items() if name != "LICENSES.txt"} == SHA256
+    for name in ("marked 18.2.1", "highlight.js 11.12.0", "uPlot 1.6.32"):
+        assert f"== {name}" in licences
