@@ -13,8 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from swarmd.client.text.answer_formats import CALLS
-from swarmd.client.text.chat_template import PROBE, ChatTemplate
+from swarmd.client.text.chat_template import ChatTemplate
 from swarmd.home.models import bundled_folder
 
 # A template's tokens are special ones of its own tokenizer, which does not come with it.
@@ -32,11 +31,9 @@ def describe(path: Path) -> str:
     wrapped.chat_template = source
     template = ChatTemplate(wrapped)
     thoughts, calls = template.formats
-    written = template.write_call()
-    if PROBE not in written:
+    if not template.writes_calls:
         return ROW.format(path.stem[:50], thoughts, calls, "writes no calls")
-    is_read = any(token in written for token in CALLS[calls].tokens[:1]) or calls == "llama"
-    return ROW.format(path.stem[:50], thoughts, calls, "" if is_read else f"unknown: {written[:80]!r}")
+    return ROW.format(path.stem[:50], thoughts, calls, "" if template.reads_call(calls) else "not read")
 
 
 def main(paths: list[str]) -> None:

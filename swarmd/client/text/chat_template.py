@@ -64,9 +64,9 @@ class ChatTemplate:
         """A conversation as tokens. Raises ConfigError for a past call, and whatever the template raises."""
         accepted = {*OWN_ARGUMENTS, *self._template_variables}
         passed_options = {name: value for name, value in options.items() if name in accepted}
-        has_calls = any("tool_calls" in message for message in messages)
+        has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if has_calls and not all(self._shows_calls):
-            messages = write_as_talk(messages, *self._shows_calls, CALLS[self.formats.calls].tokens)
+            messages = write_as_talk(messages, *self._shows_calls, CALLS[self.formats.calls].marks)
         messages = order_turns(messages, self._turn_rules)
         if has_calls:
             messages = rewrite_calls(messages, self._takes_text_arguments, self._takes_short_ids)
@@ -133,25 +133,30 @@ class ChatTemplate:
     @cached_property
     def formats(self) -> AnswerFormats:
         """How its model marks thoughts and calls."""
-        added = {str(token): token.special for token in self._tokenizer.added_tokens_decoder.values()}
+        added = map(str, self._tokenizer.added_tokens_decoder.values())
         marks = "\n".join([self.source, *added])
         thoughts = find_thoughts(marks)
-        written = self.write_call()
-        if "tools" not in self.source and PROBE not in written:  # whoever asks says how calls are marked
+        if "tools" not in self.source and not self.writes_calls:  # whoever asks says how calls are marked
             return DEFAULT_FORMATS._replace(thoughts=thoughts)
+        return AnswerFormats(thoughts, find_calls(self.reads_call, marks))
 
-        def reads(name: str) -> bool:
-            text = written
-            for token, is_special in added.items():
-                if is_special and token not in CALLS[name].tokens:  # nobody sees it in an answer
-                    text = text.replace(token, "")
-            reader = AnswerReader(CALLS[name].regions, [PROBE_TOOL])
-            parts = [*reader.feed(text.strip()), *reader.end()]
-            return any(part.name == "probe" and json.loads(part.text) == PROBE_ARGUMENTS for part in parts)
+    @property
+    def writes_calls(self) -> bool:
+        """Does it write calls at all?"""
+        return PROBE in self._written_call
 
-        return AnswerFormats(thoughts, find_calls(reads, marks))
+    def reads_call(self, name: str) -> bool:
+        """Can what it makes of a call be read again by a format, of this name?"""
+        text = self._written_call
+        for token in self._tokenizer.added_tokens_decoder.values():
+            if token.special and str(token) not in CALLS[name].tokens:  # nobody sees it in an answer
+                text = text.replace(str(token), "")
+        reader = AnswerReader(CALLS[name].regions, [PROBE_TOOL])
+        parts = [*reader.feed(text.strip()), *reader.end()]
+        return any(part.name == "probe" and json.loads(part.text) == PROBE_ARGUMENTS for part in parts)
 
-    def write_call(self) -> str:
+    @cached_property
+    def _written_call(self) -> str:
         """What it makes of a call, without what a prompt ends with."""
         begun = self._render_turns(self._in_form(probe_turns({}, PROBE_ID)[:1]), True, [PROBE_TOOL])
         arguments = json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS

@@ -116,7 +116,7 @@ class PreparedRequest:
             nonlocal n_calls, outcome, n_repairs, n_unread
             new_parts = reader.feed(delta.text)
             if delta.finish:
-                new_parts = [*new_parts, *reader.end(was_cut=delta.finish == "length")]
+                new_parts = [*new_parts, *reader.end(was_cut=delta.finish == "length" or delta.stopped is not None)]
             n_unread += len(delta.choices)
             if new_parts:
                 report.n_reasoning += n_unread if any(part.kind == "reasoning" for part in new_parts) else 0
@@ -184,7 +184,7 @@ class PreparedRequest:
         sampling = self.options.sampling
         grammar = self.options.grammar
         seed = None if sampling.seed is None else (sampling.seed + number) % 2**63
-        mark = "" if self.formats is None else self.formats.answer_mark(self.is_thinking)
+        mark = "" if self.formats is None else self.formats.answer_mark(self.is_thinking, self.request.continues)
         grammar_copy = None if grammar is None else grammar.copy(begins_after=mark)
         seeded = replace(sampling, seed=seed)
         return replace(self.options, sampling=seeded, grammar=grammar_copy, max_tokens=max_tokens)

@@ -59,6 +59,7 @@ class Answer:
         drafters = [Lookup()] if options.looks_up and not options.grammar else []
         self.speculation = Speculation(costs, drafters)
         self._sampler = Sampler(options.sampling, options.prompt)
+        self._bytes = tokens
         self._writer = Writer(tokens, options.stops, options.prompt[-N_BEFORE:], options.shown)
         self._tokens: list[int] = list(options.prompt)
         self._draft: list[int] = []
@@ -123,11 +124,10 @@ class Answer:
             return
         self._unsent.append(choice)
         self._sampler.count_token(choice.token)
-        text = self._writer.add(choice.token)
-        self._text += text
+        self._text += self._writer.add(choice.token)
         grammar = self.options.grammar
         if grammar is not None:
-            grammar.accept_token(choice.token, text)
+            grammar.accept_token(choice.token, self._bytes[choice.token].decode(errors="replace"))
         is_complete = grammar is not None and grammar.is_done
         if self._writer.stopped is not None or is_complete:
             self.finish = "stop"

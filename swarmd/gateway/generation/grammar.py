@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import torch
 from llguidance import LLMatcher
 
 from swarmd.errors import ConfigError
 
+LONGEST_MARK = 128  # characters of what an answer begins after
+
 
 class Grammar:
-    """Where one answer is in its grammar. It holds from the beginning, or from behind the text ``begins_after``."""
+    """Where one answer is in its grammar. It holds from the beginning, or from behind what ``begins_after`` matches."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, begins_after: str = "") -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._begins_after = begins_after
+        self._begins_after = re.compile(begins_after) if begins_after else None
         self._text = ""  # before it holds: the end of it
 
     @property
     def holds(self) -> bool:
         """Whether it says what comes next."""
-        return not self._begins_after
+        return self._begins_after is None
 
     @property
     def is_done(self) -> bool:
@@ -43,12 +47,12 @@ class Grammar:
 
     def accept_token(self, token: int, text: str) -> None:
         """Move on by a token of the answer, which writes this text."""
-        if self.holds:
+        if self._begins_after is None:
             self._matcher.consume_token(token)
             return
-        self._text = (self._text + text)[-len(self._begins_after) - len(text) :]
-        if self._begins_after in self._text:
-            self._begins_after = ""
+        self._text = (self._text + text)[-LONGEST_MARK - len(text) :]
+        if self._begins_after.search(self._text):
+            self._begins_after = None
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that have to come next, whatever the model says; none where there is a choice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from swarmd.client.text.answer_formats import CALLS, DEFAULT_FORMATS, THOUGHTS, AnswerFormats
+from swarmd.client.text.answer_reader import AnswerReader
 from swarmd.client.text.chat_template import ChatTemplate
 from swarmd.client.text.prompts import answer
 from swarmd.home.models import bundled_folder
@@ -122,6 +124,18 @@ def test_every_format_of_calls_has_a_family_here() -> None:
     assert {family.calls for family in FAMILIES.values()} == set(CALLS)
 
 
+ENDS = {
+    "think": "</think>",
+    "harmony": "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>",
+    "mistral": "[/THINK]",
+    "gemma": "<channel|>",
+    "command": "<|END_THINKING|>",
+    "seed": "</seed:think>",
+    "kimi-k3": "<|close|>think<|sep|><|open|>response<|sep|>",
+    "apertus": "<|inner_suffix|>",
+}
+
+
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_a_prompt_that_begins_thoughts_is_known_by_its_end(name: str) -> None:
     formats = AnswerFormats(name, "tool_call")
@@ -129,4 +143,27 @@ def test_a_prompt_that_begins_thoughts_is_known_by_its_end(name: str) -> None:
     assert formats.is_thinking(f"<assistant>{opens}\n")
     assert not formats.is_thinking(f"{opens} is what a user wrote<assistant>")
     assert formats.is_thinking("", continued=f"{opens}I am not d")
-    assert not formats.is_thinking("", continued=f"{opens}Done.{THOUGHTS[name].answer_begins}So")
+    assert not formats.is_thinking("", continued=f"{opens}Done.{ENDS[name]}So")
+    assert not formats.is_thinking("", continued=f"A model writes {opens} first, and")
+    assert re.search(formats.answer_mark(is_thinking=True, is_continued=False), ENDS[name])
+    assert not formats.answer_mark(is_thinking=False, is_continued=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_said_as_talk_can_be_read_again(name: str) -> None:
+    before, behind = CALLS[name].marks
+    reader = AnswerReader(AnswerFormats("think", name).regions, [{"name": "f"}])
+    parts = [*reader.feed(f'{before}\n{{"name": "f", "arguments": {{"n": 1}}}}\n{behind}'), *reader.end()]
+    assert [(part.name, part.text) for part in parts] == [("f", '{"n": 1}')]
+
+
+def test_a_result_whose_call_is_gone_is_said_as_talk() -> None:
+    tokenizer, made = make(NO_TOOLS)
+    turns = [turn for turn in conversation() if turn["role"] != "assistant"]
+    reply = answer(tokenizer, made, {"messages": turns, "tools": None, "options": {}})
+    assert "<tool_response>\nSunny" in tokenizer.decode(reply["ids"])
+
+
+def test_a_template_may_write_a_call_of_any_length() -> None:
+    wide = "{% for c in messages[-1].tool_calls or [] %}<tool_call>{{ c.function }}{{ '\n' * 50000 }}x{% endfor %}"
+    assert make(TURNS + wide)[1].formats == DEFAULT_FORMATS

@@ -146,6 +146,11 @@ def test_an_answer_of_gpt_oss_has_no_marks_left() -> None:
     formats = AnswerFormats("harmony", "harmony")
     first = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
     called = '<|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"n": 1}'
+    spoken = "<|channel|>final<|message|>Phi ends turns with <|end|>, see?<|end|>"
+    assert read(spoken, formats, 5) == content("Phi ends turns with <|end|>, see?")
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final json<|message|>Done."
+    assert read(preamble, formats, 5) == content("I look.\n\nDone.")
+    assert read("redirect_to=functions.home leads home", formats, 5) == content("redirect_to=functions.home leads home")
     last = "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>"
     assert read(first + called, formats, 5) == [*thoughts("hm"), *content("I look."), call('{"n": 1}')]
     assert read(last, formats, 5) == [*thoughts("so"), *content("Done.")]
@@ -236,6 +241,128 @@ BROKEN = {
 def test_a_broken_call_is_the_text_that_the_model_wrote(fault: str) -> None:
     step = 10_000 if fault.startswith("too deep") else 7
     assert read(f"I write. {BROKEN[fault]}", step=step) == content(f"I write. {BROKEN[fault]}")
+
+
+def as_call(arguments: str) -> str:
+    return f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
+
+
+def in_tags(body: str) -> str:
+    return f"<tool_call><function=write>{body}</function></tool_call>"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        as_call('{"text": "open(p, "r")"}'),
+        as_call('{"text": "say "u" x"}'),
+        as_call('{"n": 1, "n": 2}'),
+        '<tool_call>{"name": "write", "text": "important"}</tool_call>',
+        '<tool_call>{"name": "write", "arguments": {}, "parameters": {"n": 1}}</tool_call>',
+        in_tags("<parameter=n>1</parameter><parameter=n>2</parameter>"),
+        "<tool_call>no_such_tool</tool_call>",
+        "<tool_call>...</tool_call>",
+        "<tool_call>[(lambda: 1)(n=1)]</tool_call>",
+    ],
+)
+def test_what_could_mean_something_else_is_text(written: str) -> None:
+    assert read(f"I write. {written}") == content(f"I write. {written}")
+
+
+@pytest.mark.parametrize("written", ['{"name": "now", "age": 5}', '{"name": "write", "description": "it writes"}'])
+def test_an_object_with_a_tools_name_is_no_call_without_arguments(written: str) -> None:
+    assert read(written, AnswerFormats("think", "llama")) == content(written)
+
+
+def test_a_mark_that_is_only_spoken_of_hides_no_call_and_holds_back_nothing() -> None:
+    good = '<tool_call>{"name": "now"}</tool_call>'
+    assert read(f"Use <tool_call> for it: {good}") == [*content("Use <tool_call> for it:"), call("{}", "now")]
+    assert read(f"<tool_call>{{broken {good}") == [*content("<tool_call>{broken"), call("{}", "now")]
+    reader = AnswerReader(DEFAULT_FORMATS.regions, TOOLS)
+    spoken = "Models write <tool_call> before a call, and more."
+    assert join(reader.feed(spoken)) == content(spoken)
+    often = "<tool_call>[ " * 100
+    assert read(f"{often}{good}", step=1_000) == content(f"{often}{good}"), "at some point nobody calls any more"
+
+
+def test_a_closing_mark_within_a_text_closes_nothing() -> None:
+    assert read(as_call('{"text": "x</tool_call>y"}')) == [call('{"text": "x</tool_call>y"}')]
+    broken = '<tool_call>{"name": "write", "arguments": {"text": "x</tool_call> y'
+    assert read(broken) == content(broken)
+
+
+REALLY: list[tuple[str, str, dict[str, Any]]] = [
+    ("LFM 2", "<|tool_call_start|>[write(text='a\nb', n=1)]<|tool_call_end|>", {"text": "a\nb", "n": 1}),
+    ("LFM 2", "<|tool_call_start|>[write(from='en', text='a=b')]<|tool_call_end|>", {"from": "en", "text": "a=b"}),
+    ("Gemma 4", "<|tool_call>call:write{more:{a:None,b:[True,1]}}<tool_call|>", {"more": {"a": None, "b": [True, 1]}}),
+    ("Gemma 4", '<|tool_call>call:write{text:<|"|>a <escape><|"|>}<tool_call|>', {"text": "a <escape>"}),
+    (
+        "Seed-OSS",
+        "<seed:tool_call><function=write><parameter=text>a\n</parameter></function></seed:tool_call>",
+        {"text": "a\n"},
+    ),
+    ("Qwen3-Coder and 3.5", in_tags("<parameter=text><function=f></parameter>"), {"text": "<function=f>"}),
+    ("gpt-oss", '<|channel|>commentary to=write <|constrain|>json<|message|>{"n": 1}<|call|>', {"n": 1}),
+    ("gpt-oss", '<|channel|>commentary to=functions.write<|message|>{"text": "<|end|>"}<|call|>', {"text": "<|end|>"}),
+    ("Nemotron Nano 2", '<TOOLCALL>[{"name": "write", "arguments": {"text": "a\\/b",}}]</TOOLCALL>', {"text": "a/b"}),
+    ("Kimi K2", as_call('{"text": "\\ud83d\\ude00",}'), {"text": "😀"}),
+]
+
+
+@pytest.mark.parametrize(("family", "written", "arguments"), REALLY)
+def test_what_models_really_write_is_read(family: str, written: str, arguments: dict[str, Any]) -> None:
+    assert read(written, FAMILIES[family].formats) == [call(as_json(arguments))]
+
+
+def test_a_text_that_json_has_as_a_text_stays_one_where_it_may() -> None:
+    schema = {
+        "$defs": {"Point": {"properties": {"x": {"type": "integer"}}}},
+        "properties": {
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "share": {"type": "number"},
+            "point": {"$ref": "#/$defs/Point"},
+            "one_of": {"enum": [1, 2]},
+            "both": {"allOf": [{"type": "integer"}]},
+        },
+    }
+    tools = [{"name": "write", "parameters": schema}]
+    typed = {"maybe": "None", "share": "NaN", "point": '{"x": 1}', "one_of": "2", "both": "0x10"}
+    meant = {"maybe": "None", "share": "NaN", "point": {"x": 1}, "one_of": 2, "both": "0x10"}
+    assert read(as_call(as_json(typed)), tools=tools) == [call(as_json(meant))]
+    tags = in_tags("<parameter=maybe>null</parameter><parameter=both>1e3</parameter>")
+    assert read(tags, tools=tools) == [call('{"maybe": null, "both": 1000}')]
+    deep: Any = {"type": "integer"}
+    for _ in range(2_000):
+        deep = {"anyOf": [deep]}
+    tools = [{"name": "write", "parameters": {"properties": {"n": deep}}}]
+    assert read(as_call('{"n": "1"}'), tools=tools) == [call('{"n": "1"}')]
+
+
+N = 100_000
+PAIR = "<arg_key>n</arg_key><arg_value>1</arg_value>"
+LONG = {
+    "line breaks behind a name": "<tool_call>write" + "\n" * N + "x</tool_call>",
+    "line breaks before pairs": "<tool_call>write" + "\n" * N + f"{PAIR}</tool_call>",
+    "a long name": "<tool_call>{" + "a" * N,
+    "a long word": "<tool_call>[" + "a" * N + "</tool_call>",
+    "tags that open": "<tool_call>" + "<function=a>" * (N // 12) + "</tool_call>",
+    "arguments that open": "<tool_call><function=a>" + "<parameter=b>" * (N // 13) + "</function></tool_call>",
+    "pairs that open": "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * (N // 30) + "</tool_call>",
+    "quotes": "<tool_call>{" + '"' * N + "</tool_call>",
+    "commas": "<tool_call>[" + "," * N + "</tool_call>",
+    "half marks": "<tool_call" * (N // 10),
+    "marks": "<tool_call>[" * (N // 12),
+    "blanks": "a" + " " * N + "b",
+    "blanks in a channel": "<|channel|>final" + " " * N + "<|message|>",
+    "thoughts": "<think>" + "line\n" * (N // 5),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("calls", ["tool_call", "llama", "harmony"])
+def test_an_answer_of_a_hundred_thousand_letters_is_read_whatever_is_in_it(kind: str, calls: str) -> None:
+    thinks = "harmony" if calls == "harmony" else "think"
+    assert read(LONG[kind], AnswerFormats(thinks, calls), step=200)
 
 
 def test_what_follows_a_broken_call_is_read_on() -> None:
