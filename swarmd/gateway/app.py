@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swarmd.gateway.apis import anthropic, completions, ollama, openai, refusals, responses, schema, tokens
+from swarmd.gateway.apis import anthropic, completions, embeddings, ollama, openai, refusals, responses, schema, tokens
 from swarmd.gateway.apis.openapi import openapi
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.apis.skipped import HEADER, Skipped
@@ -76,6 +76,19 @@ def _single_prompt_form(
     return ApiForm(request, parse_one, answer_one, stream_one, *errors)
 
 
+class VectorForm(NamedTuple):
+    """A request that is answered by comparing texts, not by writing one."""
+
+    request: type[Any]
+    answer: Callable[[GenerationEngine, Any, str, Quotas], Awaitable[dict[str, Any]]]
+
+
+RERANK = VectorForm(embeddings.RerankRequest, embeddings.answer_rerank)
+VECTORS = {
+    "/v1/embeddings": VectorForm(embeddings.EmbeddingsRequest, embeddings.answer_embeddings),
+    "/v1/rerank": RERANK,
+    "/rerank": RERANK,
+}
 FORMS = {
     "/v1/chat/completions": _single_prompt_form(
         schema.ChatRequest, openai.parse_chat, openai.answer_chat, openai.stream_chat
@@ -121,7 +134,7 @@ FORMS = {
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 MOST_HEADERS = 64  # that a page may ask to send
 ALLOWED_HEADERS = ("authorization", "content-type", "x-api-key")  # where it does not say which
-POSTS = (*FORMS, COUNT, "/tokenize", "/detokenize", "/api/show", "/api/pull")
+POSTS = (*FORMS, COUNT, *VECTORS, "/tokenize", "/detokenize", "/api/show", "/api/pull")
 GETS = (
     *("/v1/models", "/health", "/metrics", "/openapi.json", "/tokenizer_info"),
     *("/api/tags", "/api/ps", "/api/version"),
@@ -161,6 +174,7 @@ class Gateway:
                 self._route("/v1/models/{name:path}", self._show_model),
                 *forms,
                 self._route(COUNT, self._count, "POST"),
+                *(self._route(path, partial(self._measure, form=form), "POST") for path, form in VECTORS.items()),
                 self._route("/tokenize", self._tokenize, "POST"),
                 self._route("/detokenize", self._detokenize, "POST"),
                 self._route("/tokenizer_info", self._tokenizer_info),
@@ -272,7 +286,8 @@ class Gateway:
     async def _describe(self, request: Request, key: str) -> Response:
         kinds = {path: form.request for path, form in FORMS.items()}
         helpers: dict[str, type[Any]] = {"/tokenize": tokens.TokenizeRequest, "/detokenize": tokens.DetokenizeRequest}
-        return json_response(openapi({**kinds, COUNT: anthropic.MessagesRequest, **helpers}))
+        vectors = {path: form.request for path, form in VECTORS.items()}
+        return json_response(openapi({**kinds, COUNT: anthropic.MessagesRequest, **vectors, **helpers}))
 
     async def _nothing_here(self, request: Request, key: str) -> Response:
         raise explain_missing_path(request.method, request.url.path)
@@ -293,6 +308,14 @@ class Gateway:
         if body.stream:
             return form.streams(lambda emit: form.stream(prepared_requests, body, emit), form.fail, skipped.headers)
         return WholeAnswer(lambda: form.answer(prepared_requests, body), form.refuse, skipped.headers)
+
+    async def _measure(self, request: Request, key: str, form: VectorForm) -> Response:
+        skipped = Skipped()
+        body = schema.decode_request(await read_body(request), form.request, skipped)
+        name = body.model or self.models.only_model()
+        engine = await self._load_for(key, name)
+        self._admit(key)
+        return WholeAnswer(lambda: form.answer(engine, body, key, self.quotas), error_response, skipped.headers)
 
     async def _prepare_all(self, request: Request, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
         """Prepare what one request asks for, as long as its client is connected. Raises ApiError."""

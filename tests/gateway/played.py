@@ -59,6 +59,13 @@ class PlayedEnds:
     def embed(self, rows: list[list[int]], starts: list[int]) -> list[torch.Tensor]:
         return [torch.tensor(ids, dtype=torch.float32).reshape(1, -1, 1) for ids in rows]
 
+    width: int = 3
+
+    def states(self, hidden: torch.Tensor, arity: int) -> torch.Tensor:
+        """Three numbers of each token."""
+        token = hidden[:, 0].float()
+        return torch.stack([token.cos(), token.sin(), torch.ones_like(token)], 1)
+
     def logits(self, hidden: torch.Tensor, arity: int) -> torch.Tensor:
         return torch.stack([self.logits_after(int(token)) for token in hidden[:, 0]])
 

@@ -139,6 +139,20 @@ def test_prompts_are_as_likely_as_transformers_says(stage: Stage) -> None:
     assert sums.index(max(sums)) == 0
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_vectors_are_transformers_last_hidden_states(stage: Stage, pooling: str) -> None:
+    texts = ["The city of Oslo lies at a fjord. " * 20, "Rome", "A list of JSON objects"]
+    tokenizer = AutoTokenizer.from_pretrained(stage.folder)
+    model = AutoModelForCausalLM.from_pretrained(stage.folder, dtype=torch.float32).model
+    answer = stage.client.embeddings.create(model="smol", input=texts, extra_body={"pooling": pooling})
+    assert answer.usage.prompt_tokens == sum(len(tokenizer(text).input_ids) for text in texts)
+    for text, item in zip(texts, answer.data, strict=True):
+        with torch.no_grad():
+            states = model(torch.tensor([tokenizer(text).input_ids])).last_hidden_state[0]
+        expected = torch.nn.functional.normalize(states.mean(0) if pooling == "mean" else states[-1], dim=0)
+        assert float((torch.tensor(item.embedding) - expected).abs().max()) < 1e-4
+
+
 def test_a_next_turn_sends_only_what_is_new(stage: Stage) -> None:
     turns: list[Any] = [{"role": "user", "content": "Tell me about the city of Oslo, in two sentences."}]
     first = stage.client.chat.completions.create(model="smol", messages=turns, temperature=0, max_tokens=N_TOKENS)

@@ -111,21 +111,27 @@ class Ends:
 
         ``arity``: how many values this family's layers return.
         """
+        return self._run_end(self._model, hidden, arity).logits[:, 0].float()  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def states(self, hidden: torch.Tensor, arity: int) -> torch.Tensor:
+        """Turn what the last block gave, [n, d], into the model's last hidden states, float32 [n, d].
+
+        They are behind the final norm, as transformers' models without a head return them; ``arity`` as in ``logits``.
+        """
+        out = self._run_end(self._model.base_model, hidden, arity)
+        return out.last_hidden_state[:, 0].float()  # type: ignore[no-any-return]
+
+    def _run_end(self, model: Any, hidden: torch.Tensor, arity: int) -> Any:
+        """Run a forward whose blocks give what the swarm computed."""
         for layer in self._layers:
             layer.returns_tuple = arity
         self._swarm_output = hidden.unsqueeze(1)
+        zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long, device=hidden.device)
         try:
-            n = hidden.shape[0]
-            zeros = torch.zeros(
-                n,
-                1,
-                dtype=torch.long,
-                device=hidden.device,
-            )
-            out = self._model(inputs_embeds=self._swarm_output, position_ids=zeros, use_cache=False)
+            return model(inputs_embeds=self._swarm_output, position_ids=zeros, use_cache=False)
         finally:
             self._swarm_output = None
-        return out.logits[:, 0].float()  # type: ignore[no-any-return]
 
     def _embed_tokens(
         self,

@@ -29,7 +29,7 @@ from swarmd.gateway.generation.kept_sessions import KeptSession
 from swarmd.gateway.generation.row import AllTokens, GenerationRow, RowReport
 from swarmd.gateway.generation.sampling import SampledToken
 from swarmd.gateway.generation.schema_trials import Grammars
-from swarmd.gateway.generation.scoring import PromptScores
+from swarmd.gateway.generation.scoring import PromptScores, PromptStates
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.turns import Turns
 from swarmd.net.api import TaskStatus
@@ -122,26 +122,39 @@ class GenerationEngine:
 
         Raises SwarmError, QueueFull.
         """
+        scores = PromptScores(prompt, n_top)
+        await self._read(prompt, scores, key, report)
+        return scores.tokens
+
+    async def embed(self, prompt: tuple[int, ...], key: str, report: RowReport) -> torch.Tensor:
+        """Return the last hidden states of a prompt's tokens, [t, d]. Raises SwarmError, QueueFull."""
+        states = PromptStates(prompt)
+        await self._read(prompt, states, key, report)
+        return torch.cat(states.parts)
+
+    async def _read(
+        self, prompt: tuple[int, ...], reader: PromptScores | PromptStates, key: str, report: RowReport
+    ) -> None:
+        """Send a prompt in a session of its own, which is kept if one may go on from it, and read what comes of it."""
+        is_embedded = isinstance(reader, PromptStates)
         async with self.turns.turn(key):
-            room = keeping.choose_room(len(prompt), 1, self.ends.max_tokens)
+            room = keeping.choose_room(len(prompt), 0 if is_embedded else 1, self.ends.max_tokens)
             session = await self._open_session(room)
-            scores = PromptScores(prompt, n_top)
-            is_complete = False
+            is_kept = False
             try:
-                embedded = (await self.head(scores)).embedded
+                embedded = (await self.head(reader)).embedded
                 positions = torch.arange(len(prompt), dtype=torch.int32).unsqueeze(0)
                 report.is_sent = True
                 hidden = await session.step(StepInput(embedded, positions, want=len(prompt)))
                 assert hidden is not None
                 for part in torch.split(hidden[0], MOST_ROWS):
-                    await self.head(scores, part, session.layer_arity)
-                is_complete = True
+                    await self.head(reader, part, session.layer_arity, wants_states=is_embedded)
+                is_kept = not is_embedded
             finally:
-                if is_complete:
+                if is_kept:
                     self._kept.append(KeptSession(session, prompt, room, trio.current_time(), key))
                 else:
                     await self._close(session)
-            return scores.tokens
 
     async def _answer(self, options: AnswerOptions, on_delta: OnDelta, report: RowReport) -> None:
         # A kept session may have lost its servers meanwhile. As long as nothing was answered, the client does not

@@ -41,13 +41,15 @@ class ServerLogits:
 class HeadWork:
     """What the last block gave a row, [k, d] (None at first); then its next tokens, and these embedded, [1, t, d].
 
-    ``wrong`` says what is wrong with the logits that were on ``offer``, if anything is.
+    ``wrong`` says what is wrong with the logits that were on ``offer``, if anything is. A row that ``wants_states``
+    gets hidden states behind the final norm in place of logits.
     """
 
     row: HeadClient
     hidden: torch.Tensor | None = None
     arity: int = 0
     offer: ServerLogits | None = None
+    wants_states: bool = False
     wrong: str = ""
     ids: list[int] = field(default_factory=list)
     embedded: torch.Tensor | None = None
@@ -70,12 +72,13 @@ class HeadThread:
         hidden: torch.Tensor | None = None,
         arity: int = 0,
         offer: ServerLogits | None = None,
+        wants_states: bool = False,
     ) -> HeadWork:
         """Have a row computed, with all others that wait by then; ``arity`` is what the model's layers return.
 
         Raises what ``decide`` raised.
         """
-        work = HeadWork(row, hidden, arity, offer)
+        work = HeadWork(row, hidden, arity, offer, wants_states)
         self._waiting.append(work)
         self._wake.set()
         await work.done.wait()
@@ -132,6 +135,8 @@ class HeadThread:
         for work in batch:
             if work.hidden is None:
                 _decide(work, None)
+            elif work.wants_states:
+                _decide(work, self.ends.states(work.hidden, work.arity))
             elif work.offer is not None and not work.offer.is_checked:
                 _decide(work, work.offer.served.top.filled(self.ends.vocabulary))
             else:

@@ -1,10 +1,27 @@
-"""How likely a prompt's own tokens are, each after those before it: what programs that measure models ask for."""
+"""What a prompt itself gives: how likely its tokens are, each after those before it, and its last hidden states."""
 
 from __future__ import annotations
 
 import torch
 
 from swarmd.gateway.generation.sampling import SampledToken, report_token
+
+
+class PromptStates:
+    """Collects the last hidden states of a prompt's tokens (a ``HeadClient``, which sends the prompt and no more)."""
+
+    start = 0
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self._prompt = prompt
+        self.parts: list[torch.Tensor] = []
+
+    def decide(self, states: torch.Tensor | None) -> list[int]:
+        """Take the states of the next tokens [n, d]; at first none, for which the prompt is sent."""
+        if states is None:
+            return list(self._prompt)
+        self.parts.append(states)
+        return []
 
 
 class PromptScores:

@@ -5,7 +5,8 @@
 //          [ bob            ]
 //     ──●───────────●────●──▶               an answer: through whom, moving while its tokens come
 //
-// A machine that has vanished stays for a while, struck out: what its answers do then is seen.
+// A machine that has vanished stays for a while, struck out: what its answers do then is seen. So is one that an answer
+// had to do without, long before the swarm forgets it.
 
 import { h, s } from "./dom.js";
 
@@ -17,10 +18,12 @@ const seen = new Map(); // "peer model start" -> {peer, span, at}: bars as they 
 const flowing = new Map(); // a flow's key -> tokens at the last news
 
 export function picture(model, data, flows) {
-  const bars = place(recent(model, data));
+  const own = (flows ?? []).filter((flow) => flow.model === model.model && flow.chain.length);
+  const lost = own.flatMap((flow) => flow.repairs).join(" ");
+  const bars = place(recent(model, data)).map((bar) => ({ ...bar, isGone: bar.isGone || lost.includes(bar.peer.peer.slice(-8)) }));
+  if (!bars.length) return h("span");
   const lanes = Math.max(1, ...bars.map((bar) => bar.lane + 1));
   const height = TOP + lanes * LANE + 8;
-  const own = (flows ?? []).filter((flow) => flow.model === model.model && flow.chain.length);
   const x = (block) => (block / model.n_blocks) * WIDTH;
   const ticks = [...Array(model.n_blocks + 1).keys()].filter((block) => block % step(model.n_blocks) === 0);
   const svg = s("svg", { class: "picture", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": inWords(model, bars, own) },
