@@ -42,8 +42,9 @@ MODEL = "played"
 class Agent:
     """How an agent is installed, told where the gateway is, asked, and asked again; and its tool for commands.
 
-    {url} stands for the gateway's address. ``files`` are written into its home; ``prepare`` is run once before. One
-    that cannot go on with a conversation without a terminal has no ``again``.
+    {url} stands for the gateway's address, {id} for the name of its file of the conversation, which ``kept`` matches.
+    ``files`` are written into its home; ``prepare`` is run once before. One that cannot go on with a conversation
+    without a terminal has no ``again``.
     """
 
     package: str
@@ -54,6 +55,7 @@ class Agent:
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)
     prepare: tuple[str, ...] = ()
+    kept: str = ""
     shortens: bool = True
 
 
@@ -177,7 +179,7 @@ AGENTS = {
     "droid": Agent(
         "droid@0.215.0",
         ("droid", "exec", "--auto", "medium", "-m", f"custom:{MODEL}-0", PROMPT),
-        (),
+        ("droid", "exec", "--auto", "medium", "-m", f"custom:{MODEL}-0", "--fork", "{id}", SECOND),
         "Execute",
         {
             "command": COMMAND,
@@ -200,6 +202,8 @@ AGENTS = {
                 ]
             }
         },
+        kept=".factory/sessions/*/*.jsonl",
+        shortens=False,
     ),
 }
 
@@ -278,7 +282,8 @@ async def run(agent: Agent, command: tuple[str, ...], gateway: ScriptedGateway, 
         "TERM": "dumb",
         **{name: value.replace("{url}", gateway.url) for name, value in agent.environment.items()},
     }
-    arguments = [argument.replace("{url}", gateway.url) for argument in command]
+    conversation = next((path.stem for path in home.glob(agent.kept)), "") if agent.kept else ""
+    arguments = [argument.replace("{url}", gateway.url).replace("{id}", conversation) for argument in command]
     with trio.move_on_after(WITHIN_S):
         ended = await trio.run_process(
             arguments,
