@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from swarmd_cli import main
+from swarmd_cli import context, main
 
 from swarmd.gateway.news import describe_swarm, send_changes
 from swarmd.home.founder import Founder
@@ -87,6 +87,7 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, home: Home, words: list[str]) -> t
         patch.setattr(sys, "stderr", screen)
         patch.setattr(sys, "argv", ["swarmd", "--home", str(home.folder), *words])
         patch.setenv("COLUMNS", "200")
+        patch.setattr(context, "WAIT_S", 0.5)  # for what this daemon never comes to
         with pytest.raises(SystemExit) as ended:
             main.run()
     return screen.getvalue(), int(ended.value.code or 0)
