@@ -21,7 +21,8 @@ import pytest
 from msgspec.structs import replace
 from swarmd_cli import context, main
 
-from swarmd.gateway.news import describe_swarm, send_changes
+from swarmd.gateway.generation.row import RowReport
+from swarmd.gateway.news import describe_flow, describe_swarm, send_changes
 from swarmd.home.founder import Founder
 from swarmd.home.paths import Home
 from swarmd.node.machine import control
@@ -30,7 +31,7 @@ from swarmd.plan.chains.view import SwarmView
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.records import PeerRecord, SpanRecord
 from swarmd.status import DaemonStatus
-from swarmd.values import PeerId
+from swarmd.values import ModelId, PeerId
 from tests.cli.answers import filled_everywhere
 from tests.cli.played import play_daemon
 
@@ -171,11 +172,12 @@ async def test_what_the_page_is_told_can_be_shown() -> None:
 
     async def say(name: str, raw: bytes) -> None:
         sent[name] = msgspec.json.decode(raw)
-        if len(sent) == 3:
+        if len(sent) == 4:
             raise StopAsyncIteration
 
+    flow = describe_flow(ModelId(HOSTILE), RowReport(1, chain=(HOSTILE,), repairs=[HOSTILE]))
     with pytest.raises(StopAsyncIteration):
-        await send_changes(lambda: describe_swarm(view, "me", lambda model: True, {}), list, machine, say)
-    assert sent.keys() == {"swarm", "machine", "training"}
+        await send_changes(lambda: describe_swarm(view, "me", lambda model: True, {}), lambda: [flow], machine, say)
+    assert sent.keys() == {"swarm", "flows", "machine", "training"}
     for text in find_texts(sent):
         assert_harmless(text)
