@@ -81,13 +81,17 @@ class VectorForm(NamedTuple):
 
     request: type[Any]
     answer: Callable[[GenerationEngine, Any, str, Quotas], Awaitable[dict[str, Any]]]
+    refuse: Callable[[ApiError], Response] = error_response
 
 
 RERANK = VectorForm(embeddings.RerankRequest, embeddings.answer_rerank)
+OLLAMA_EMBED = VectorForm(embeddings.OllamaEmbedRequest, embeddings.answer_ollama, ollama.format_error)
 VECTORS = {
     "/v1/embeddings": VectorForm(embeddings.EmbeddingsRequest, embeddings.answer_embeddings),
     "/v1/rerank": RERANK,
     "/rerank": RERANK,
+    "/api/embed": OLLAMA_EMBED,
+    "/api/embeddings": OLLAMA_EMBED,
 }
 FORMS = {
     "/v1/chat/completions": _single_prompt_form(
@@ -315,7 +319,7 @@ class Gateway:
         name = body.model or self.models.only_model()
         engine = await self._load_for(key, name)
         self._admit(key)
-        return WholeAnswer(lambda: form.answer(engine, body, key, self.quotas), error_response, skipped.headers)
+        return WholeAnswer(lambda: form.answer(engine, body, key, self.quotas), form.refuse, skipped.headers)
 
     async def _prepare_all(self, request: Request, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
         """Prepare what one request asks for, as long as its client is connected. Raises ApiError."""
@@ -389,8 +393,6 @@ def explain_missing_path(method: str, path: str) -> ApiError:
     elif is_there:
         status = 405
         message = f"{shown} is asked by {'POST' if takes_post else 'GET'}, not by {method[:16]}"
-    elif names[-1:] in (["embeddings"], ["embed"]):
-        message = "there are no embeddings here: models of the swarm write text"
     else:
         message = f"there is nothing at {shown}; see /openapi.json for what there is"
     return ApiError(status, "invalid_request_error", message)

@@ -113,7 +113,7 @@ class Stage:
     page: Any
     url: str
     news: queue.Queue[bytes]
-    replies: queue.Queue[list[dict[str, Any]]]
+    replies: queue.Queue[list[dict[str, Any] | None]]
     asked: list[dict[str, Any]] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
@@ -155,7 +155,7 @@ def started_chromium() -> Iterator[Any]:
 @contextmanager
 def stage(chromium: Any, viewport: dict[str, int] | None = None) -> Iterator[Stage]:
     news: queue.Queue[bytes] = queue.Queue()
-    replies: queue.Queue[list[dict[str, Any]]] = queue.Queue()
+    replies: queue.Queue[list[dict[str, Any] | None]] = queue.Queue()
 
     class Gateway(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -176,6 +176,9 @@ def stage(chromium: Any, viewport: dict[str, int] | None = None) -> Iterator[Sta
             self.send_header("content-type", "text/event-stream")
             self.end_headers()
             for chunk in replies.get(timeout=20):
+                if chunk is None:  # nothing more, as long as the page listens
+                    self.rfile.read(1)
+                    return
                 self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
             self.wfile.write(b"data: [DONE]\n\n")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmd.gateway.generation.quotas import KeyLimits
 from tests.gateway.played import LONGEST, played_gateway
 
 
@@ -61,6 +62,28 @@ async def test_documents_come_in_the_order_of_their_likeness(tmp_path: Path) -> 
         one = await played.post("/rerank", query="x", documents=documents, top_n=1, return_documents=False)
         assert len(one.json()["results"]) == 1
         assert "document" not in one.json()["results"][0]
+
+
+async def test_ollama_has_them_in_its_form(tmp_path: Path) -> None:
+    async with played_gateway(tmp_path) as played:
+        ids = played.engine.tokenizer.encode("The function").ids
+        several = (await played.post("/api/embed", input=["The function", "The function"])).json()
+        assert torch.allclose(torch.tensor(several["embeddings"]), torch.stack([vector(ids)] * 2), atol=1e-6)
+        assert several["prompt_eval_count"] == 2 * len(ids)
+        one = (await played.post("/api/embeddings", prompt="The function")).json()
+        assert torch.allclose(torch.tensor(one["embedding"]), vector(ids), atol=1e-6)
+
+
+async def test_texts_that_are_too_many_for_a_key_are_refused_before_any_is_read(tmp_path: Path) -> None:
+    async with played_gateway(tmp_path) as played:
+        secret = played.keys.add("anna", KeyLimits(tokens_minute=60))
+        played.http.headers["authorization"] = f"Bearer {secret}"
+        refused = await played.post("/v1/embeddings", input=[[5] * 21] * 4)
+        assert refused.status_code == 429
+        assert "can never be answered" in refused.json()["error"]["message"]
+        assert not played.swarm.opened
+        fits = await played.post("/v1/embeddings", input=[[5] * 20] * 2)
+        assert fits.status_code == 200, fits.text
 
 
 @pytest.mark.parametrize(

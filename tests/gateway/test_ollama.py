@@ -133,7 +133,9 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
         "expected objects with a function",
     ),
     ("/api/pull", {"model": "nope"}, 404, "the swarm has no model 'nope'"),
-    ("/api/embed", {"input": "x"}, 404, "there are no embeddings here"),
+    ("/api/embed", {"input": ""}, 400, "without a token"),
+    ("/api/embed", {}, 400, "input is missing"),
+    ("/api/embeddings", {"prompt": 5}, 400, "prompt"),
     ("/v1/api/chat", {"messages": USER}, 404, "did you mean /api/chat?"),
     ("/api/tags", {}, 405, "is asked by GET, not by POST"),
 ]

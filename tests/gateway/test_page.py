@@ -17,7 +17,7 @@ pytestmark = [
 ]
 NOTE = "form > [role=status]"
 PICKER = "select[aria-label=Model]"
-SEND = "button[type=submit]"
+SEND = ".ask button[type=submit]"
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
@@ -50,8 +51,14 @@ def browser(chromium: Any, request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 def begin(shown: Stage) -> None:
     shown.open()
-    shown.say("swarm", swarm(model("smol")))
-    playwright.expect(shown.page.locator("button[type=submit]")).to_be_enabled()
+    be_told(shown)
+
+
+def be_told(shown: Stage) -> None:
+    """Have the page know a model that it can ask, as it does not right after it was loaded."""
+    for _ in range(3):  # one may still go to the page as it was before
+        shown.say("swarm", swarm(model("smol")))
+    playwright.expect(shown.page.locator(".ask button[type=submit]")).to_be_enabled()
 
 
 def ask(shown: Stage, question: str, answer: str, finish: str = "stop") -> None:
@@ -84,6 +91,7 @@ def test_conversations_are_kept_found_renamed_exported_and_deleted(browser: Stag
     playwright.expect(titles).to_have_text(["How tall is a giraffe?"])
     titles.first.click()
     assert said(browser) == ["How tall is a giraffe?", "Tall."]
+    open_side(browser)
     page.click(".more summary")
     page.locator(".more").get_by_text("Rename").click()
     page.fill("[aria-label=Title]", "Giraffes")
@@ -160,9 +168,9 @@ def test_a_text_file_is_asked_about_and_what_is_none_is_refused(browser: Stage) 
     page = browser.page
     file = "input[type=file]"
     page.set_input_files(file, {"name": "a.bin", "mimeType": "x/y", "buffer": b"a\0b"})
-    browser.see("form > [role=status]", "a.bin is no text.")
+    browser.see(".ask [role=alert]", "a.bin is no text.")
     page.set_input_files(file, {"name": "big.txt", "mimeType": "text/plain", "buffer": b"x" * 200_001})
-    browser.see("form > [role=status]", "big.txt has 200001 characters")
+    browser.see(".ask [role=alert]", "big.txt has 200001 characters")
     page.set_input_files(file, {"name": "notes.txt", "mimeType": "text/plain", "buffer": "naïve".encode()})
     browser.see(".chip", "notes.txt")
     ask(browser, "What is it?", "A word.")
@@ -266,6 +274,124 @@ def test_whoever_cannot_see_a_conversation_can_use_it(browser: Stage, scheme: st
     page.click("text=Settings")
     found = Axe().run(page)
     assert not found.violations_count, found.generate_report()
+
+
+def test_an_edit_that_is_left_is_none(browser: Stage) -> None:
+    page = browser.page
+    ask(browser, "one", "first")
+    open_side(browser)
+    page.click("text=New")
+    ask(browser, "other", "second")
+    open_side(browser)
+    page.locator(".conversations .title", has_text="one").click()
+    page.locator(".turn.user").get_by_text("Edit").click()
+    page.click("text=Settings")
+    page.get_by_label("Temperature").fill("0.35")
+    page.get_by_label("Temperature").blur()
+    open_side(browser)
+    page.locator(".conversations .title", has_text="other").click()
+    open_side(browser)
+    page.locator(".conversations .title", has_text="one").click()
+    assert said(browser) == ["one", "first"]
+    page.reload()
+    open_side(browser)
+    page.locator(".conversations .title", has_text="one").click()
+    assert said(browser) == ["one", "first"]
+    be_told(browser)
+    ask(browser, "two", "third")
+    assert browser.asked[-1]["temperature"] == 0.35
+
+
+def test_another_tab_shows_what_this_one_keeps_and_forgets_what_it_deletes(browser: Stage) -> None:
+    ask(browser, "one", "first")
+    other = browser.page.context.new_page()
+    other.goto(browser.page.url)
+    if other.locator("details.side").get_attribute("open") is None:
+        other.click("details.side > summary")
+    other.click(".conversations .title")
+    ask(browser, "two", "second")
+    playwright.expect(other.locator(".turn.assistant .said")).to_have_text(["first", "second"])
+    other.once("dialog", lambda dialog: dialog.accept())
+    if other.locator("details.side").get_attribute("open") is None:
+        other.click("details.side > summary")
+    other.click(".more summary")
+    other.locator(".more").get_by_text("Delete").click()
+    playwright.expect(browser.page.locator(".turn")).to_have_count(0)
+    other.close()
+
+
+IS_KEPT = """(text) => new Promise((resolve) => {
+  const asked = indexedDB.open("swarmd");
+  asked.onsuccess = () => {
+    const kept = asked.result.transaction("conversations").objectStore("conversations").getAll();
+    kept.onsuccess = () => resolve(JSON.stringify(kept.result).includes(text));
+  };
+})"""
+
+
+def wait_kept(page: Any, text: str) -> None:
+    until = time.monotonic() + WAIT_MS / 1000
+    while not page.evaluate(IS_KEPT, text):
+        assert time.monotonic() < until, f"{text!r} is not kept"
+        page.wait_for_timeout(50)
+
+
+def test_who_closes_the_page_in_mid_answer_loses_nothing(browser: Stage) -> None:
+    page = browser.page
+    browser.replies.put([{"choices": [{"delta": {"content": "half an answer"}, "finish_reason": None}]}, None])
+    browser.ask("Tell me")
+    browser.see(".turn.assistant .said", "half an answer")
+    wait_kept(page, "half an answer")
+    page.reload()
+    open_side(browser)
+    page.click(".conversations .title")
+    browser.see(".turn.assistant .said", "half an answer")
+    browser.see(".told", "It was left before its end.")
+    be_told(browser)
+    browser.reply({"content": " and the rest"})
+    page.click("text=Go on")
+    playwright.expect(page.locator(".turn.assistant .said")).to_have_text("half an answer and the rest")
+
+
+def test_an_answer_that_failed_is_not_sent_again_and_one_that_breaks_off_says_so(browser: Stage) -> None:
+    browser.replies.put([{"error": {"message": "the prompt is too long"}}])
+    browser.ask("one")
+    browser.see(".told.bad", "✖ the prompt is too long")
+    ask(browser, "two", "fine")
+    assert [turn["role"] for turn in browser.asked[-1]["messages"]] == ["user", "user"]
+    browser.replies.put([{"choices": [{"delta": {"content": "half"}, "finish_reason": None}]}])
+    browser.ask("three")
+    browser.see(".told.bad", "✖ the answer broke off")
+    browser.see(".turn.assistant", "Go on")
+
+
+def test_each_call_is_answered_once_and_drafts_stay(browser: Stage) -> None:
+    page = browser.page
+    calls = [{"index": n, "id": f"c{n}", "function": {"name": name, "arguments": "{}"}} for n, name in enumerate("ab")]
+    browser.reply({"tool_calls": calls}, finish="tool_calls")
+    browser.ask("Do both")
+    page.fill("[aria-label='Result of b']", "draft of b")
+    page.fill("[aria-label='Result of a']", "one")
+    page.locator(".call", has_text="Calls a").get_by_text("Send result").click()
+    playwright.expect(page.locator("[aria-label='Result of a']")).to_have_count(0)
+    assert page.input_value("[aria-label='Result of b']") == "draft of b"
+    browser.see(".turn.tool .who", "Result of a")
+    browser.reply({"content": "Done."})
+    page.click("text=Send result")
+    playwright.expect(page.locator(".turn.assistant .said").last).to_have_text("Done.")
+    assert page.locator("text=Send result").count() == 0
+    assert [turn.get("content") for turn in browser.asked[-1]["messages"][-2:]] == ["one", "draft of b"]
+
+
+def test_escape_stops_an_answer_and_the_field_keeps_the_focus(browser: Stage) -> None:
+    page = browser.page
+    browser.replies.put([{"choices": [{"delta": {"content": "on and on"}, "finish_reason": None}]}, None])
+    browser.ask("Tell me")
+    browser.see(".turn.assistant .said", "on and on")
+    page.keyboard.press("Escape")
+    browser.see(".told", "stopped")
+    assert page.evaluate("() => document.activeElement.id") == "question"
+    assert page.title() == "Chat - swarmd"
 
 
 SHA256 = {

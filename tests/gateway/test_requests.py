@@ -336,7 +336,8 @@ async def test_tokens_are_counted_however_many(tmp_path: Path) -> None:
         ("GET", "/v1/models/", 404, "did you mean /v1/models?"),
         ("GET", "/v1/chat/completions", 405, "asked by POST"),
         ("POST", "/v1/models", 405, "asked by GET"),
-        ("POST", "/v1/embeddings", 404, "no embeddings"),
+        ("POST", "/embeddings", 404, "did you mean /v1/embeddings?"),
+        ("GET", "/v1/rerank", 405, "asked by POST"),
         ("DELETE", "/v1/nothing", 404, "see /openapi.json"),
     ],
 )

@@ -68,11 +68,11 @@ async def answer_embeddings(
     engine: GenerationEngine, request: EmbeddingsRequest, key: str, quotas: Quotas
 ) -> JsonObject:
     """Return a vector for each text. Raises ApiError."""
+    if request.dimensions is not None and request.dimensions > engine.ends.width:
+        raise bad_request(f"dimensions: this model's vectors have {engine.ends.width}", "dimensions")
     texts = _list_texts(request.input)
     vectors, n_tokens = await embed_all(engine, texts, request.pooling, key, quotas)
     if request.dimensions is not None:
-        if request.dimensions > engine.ends.width:
-            raise bad_request(f"dimensions: this model's vectors have {engine.ends.width}", "dimensions")
         vectors = torch.nn.functional.normalize(vectors[:, : request.dimensions], dim=1)
     data = [
         {"object": "embedding", "index": index, "embedding": _encode(vector.tolist(), request.encoding_format)}
@@ -92,6 +92,28 @@ def _list_texts(given: str | list[Any]) -> list[str | list[int]]:
     if int in kinds or len(given) > MOST_TEXTS:
         raise bad_request(f"input is a text, its tokens, or at most {MOST_TEXTS} of such", "input")
     return given
+
+
+class OllamaEmbedRequest(msgspec.Struct):
+    """POST /api/embed, and /api/embeddings with one ``prompt``, as Ollama had it before."""
+
+    model: str = ""
+    input: str | Annotated[list[str], Meta(min_length=1, max_length=MOST_TEXTS)] | None = None
+    prompt: str | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+
+
+async def answer_ollama(engine: GenerationEngine, request: OllamaEmbedRequest, key: str, quotas: Quotas) -> JsonObject:
+    """Return a vector for each text, in Ollama's form. Raises ApiError."""
+    given = request.prompt if request.input is None else request.input
+    if given is None:
+        raise bad_request("input is missing: a text, or a list of them", "input")
+    asked = EmbeddingsRequest(given if isinstance(given, str) else [*given], dimensions=request.dimensions)
+    answer = await answer_embeddings(engine, asked, key, quotas)
+    vectors = [row["embedding"] for row in answer["data"]]
+    if request.input is None:
+        return {"embedding": vectors[0]}
+    return {"model": request.model, "embeddings": vectors, "prompt_eval_count": answer["usage"]["prompt_tokens"]}
 
 
 async def answer_rerank(engine: GenerationEngine, request: RerankRequest, key: str, quotas: Quotas) -> JsonObject:
@@ -121,6 +143,24 @@ async def embed_all(
 ) -> tuple[torch.Tensor, int]:
     """Return a vector of length one for each text, [n, d], and how many tokens they have together. Raises ApiError."""
     prompts = [await _read_text(engine, text) for text in texts]
+    n_tokens = sum(map(len, prompts))
+    reports = [RowReport(len(prompt)) for prompt in prompts]
+    try:
+        n_reserved = n_tokens + quotas.reserve(key, n_tokens, 0)
+    except QuotaUsedUp as error:
+        raise refusals.quota_used_up(error) from None
+    try:
+        vectors = await _embed_prompts(engine, prompts, reports, pooling, key)
+    finally:
+        n_read = sum(report.n_prompt for report in reports if report.is_sent)
+        quotas.settle(key, n_reserved, Used(0, n_read, 0))
+    return torch.nn.functional.normalize(vectors, dim=1), n_tokens
+
+
+async def _embed_prompts(
+    engine: GenerationEngine, prompts: list[tuple[int, ...]], reports: list[RowReport], pooling: str, key: str
+) -> torch.Tensor:
+    """Return a vector for each prompt, [n, d]. Raises ApiError for the first that has none."""
     vectors: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
     room = trio.Semaphore(N_AT_ONCE)
     refused: list[refusals.ApiError] = []
@@ -128,9 +168,12 @@ async def embed_all(
     async def embed(index: int, nursery: trio.Nursery) -> None:
         async with room:
             try:
-                states = await _embed_one(engine, prompts[index], key, quotas)
-            except refusals.ApiError as error:
-                refused.append(error)
+                states = await engine.embed(prompts[index], key, reports[index])
+            except QueueFull as error:
+                refused.append(refusals.queue_full(error))
+            except SwarmError as error:
+                refused.append(refusals.from_swarm_error(error))
+            if refused:
                 nursery.cancel_scope.cancel()
                 return
         vectors[index] = states.mean(0) if pooling == "mean" else states[-1]
@@ -140,7 +183,7 @@ async def embed_all(
             nursery.start_soon(partial(embed, nursery=nursery), index)
     if refused:
         raise refused[0]
-    return torch.nn.functional.normalize(torch.stack(vectors), dim=1), sum(map(len, prompts))
+    return torch.stack(vectors)
 
 
 async def _read_text(engine: GenerationEngine, text: str | list[int]) -> tuple[int, ...]:
@@ -157,20 +200,3 @@ async def _read_text(engine: GenerationEngine, text: str | list[int]) -> tuple[i
     if max(ids) >= engine.ends.vocabulary:
         raise bad_request(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "input")
     return ids
-
-
-async def _embed_one(engine: GenerationEngine, prompt: tuple[int, ...], key: str, quotas: Quotas) -> torch.Tensor:
-    """Return the last hidden states of a text, [t, d], and have them count for the key. Raises ApiError."""
-    try:
-        n_reserved = len(prompt) + quotas.reserve(key, len(prompt), 0)
-    except QuotaUsedUp as error:
-        raise refusals.quota_used_up(error) from None
-    report = RowReport(len(prompt))
-    try:
-        return await engine.embed(prompt, key, report)
-    except QueueFull as error:
-        raise refusals.queue_full(error) from None
-    except SwarmError as error:
-        raise refusals.from_swarm_error(error) from None
-    finally:
-        quotas.settle(key, n_reserved, Used(0, len(prompt) if report.is_sent else 0, 0))

@@ -2,22 +2,42 @@
 // kept for this tab only.
 
 const KEY = "swarmd-token";
+const stored = (act) => { // a browser may keep nothing at all
+  try {
+    return act(sessionStorage);
+  } catch {
+    return null;
+  }
+};
 const given = new URLSearchParams(location.hash.replace(/^#\/?/, "")).get("token");
 if (given) {
-  sessionStorage.setItem(KEY, given);
+  stored((storage) => storage.setItem(KEY, given));
   history.replaceState(null, "", location.pathname + "#/chat");
 }
 
-export const hasToken = () => sessionStorage.getItem(KEY) != null;
+const token = () => stored((storage) => storage.getItem(KEY));
+export const hasToken = () => token() != null;
+
+// Have the page be asked for with this key from now on, in this tab.
+export function useKey(key) {
+  stored((storage) => storage.setItem(KEY, key));
+  location.reload();
+}
+
+export class NeedsKey extends Error {
+  constructor() {
+    super("a key is needed: enter one below, or open this page with: swarmd open");
+  }
+}
 
 export async function ask(path, options = {}) {
   const headers = { ...(options.body ? { "content-type": "application/json" } : {}) };
-  if (hasToken()) headers.authorization = `Bearer ${sessionStorage.getItem(KEY)}`;
+  if (hasToken()) headers.authorization = `Bearer ${token()}`;
   const answer = await fetch(path, { ...options, headers });
   if (!answer.ok) {
     const body = await answer.json().catch(() => null);
-    const lacks = answer.status === 401 ? " Open this page with: swarmd open" : "";
-    throw new Error((body?.error?.message ?? `the gateway answered ${answer.status}`) + lacks);
+    if (answer.status === 401) throw new NeedsKey();
+    throw new Error(body?.error?.message ?? `the gateway answered ${answer.status}`);
   }
   return answer;
 }

@@ -1,31 +1,37 @@
 // The chat: conversations that this browser keeps, one of them shown, and an answer that grows.
 
 import { events } from "./api.js";
-import { add, asMarkdown, begin, branches, matches, messages, path, show } from "./conversation.js";
+import { add, asMarkdown, begin, branches, matches, messages, path, results, show, shown } from "./conversation.js";
 import { button, h, number } from "./dom.js";
 import { describe, firstThatChats, listModels, trouble } from "./picker.js";
-import { loadAll, remove, save } from "./store.js";
+import { isKept, load, loadAll, onOtherTab, remove, save } from "./store.js";
 import { drawTurn, fill, tell } from "./turn.js";
 
 const MOST_FILE = 200_000; // characters of an attached text: about 50,000 tokens
+const LOOK_MS = 1000; // at an answer that grows
+const SILENT_AFTER_MS = 4000; // without a token: it is said that somebody is waited for
 const OPTIONS = ["temperature", "top_p", "max_tokens", "seed"];
 const EFFORTS = [["", "as the model does"], ["none", "off"], ["low", "a little"], ["medium", "some"], ["high", "much"]];
 
 let all = []; // conversations, the last one changed first
 let now = begin();
-let running = null; // {controller, conversation, place}
+let running = null; // {controller, conversation, turn}
 let isByHand = false; // a model that somebody chose, or asked, is never exchanged for another
 let editing = null; // the leaf to go back to
-let model = "", view = null, swarm = null, drawn = new Map();
+let model = "", view = null, swarm = null;
+let drawn = new Map(); // a turn -> what is drawn of it, and of what it was made
 
 export function chat(news) {
   if (!view) {
     view = build();
     redraw();
+    showSettings();
     loadAll().then((found) => {
       all = found;
       listConversations();
     });
+    onOtherTab(heard);
+    addEventListener("pagehide", () => running && save(running.conversation));
   }
   view.update = (kind) => {
     if (kind === "machine" || kind === "flows" || !news.swarm) return;
@@ -50,13 +56,18 @@ function build() {
   const files = h("div", { class: "row" });
   const note = h("p", { class: "dim", role: "status" });
   const settings = h("details", { class: "settings" }, h("summary", {}, "Settings"));
-  const form = h("form", { class: "ask", onsubmit }, files, text, note,
-    h("div", { class: "row" }, send, stop, cancel, file, chosen, models, about), settings);
+  const form = h("form", { onsubmit }, files, text, note,
+    h("div", { class: "row" }, send, stop, cancel, file, chosen, models, about));
   const search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search conversations", oninput: listConversations });
   const list = h("ul", { class: "conversations" });
   const aside = h("details", { class: "side", open: innerWidth > 800 }, h("summary", {}, "Conversations"),
     h("div", { class: "row" }, button("New", fresh), search), list);
-  const element = h("section", { class: "chat", "aria-label": "Chat" }, aside, h("div", { class: "talk" }, log, form));
+  const element = h("section", { class: "chat", "aria-label": "Chat" }, aside, h("div", { class: "talk" }, log, h("div", { class: "ask" }, form, settings)));
+  element.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || event.target.matches("[aria-label=Title]")) return;
+    if (running) running.controller.abort();
+    else if (editing != null) stopEditing();
+  });
 
   function onkeydown(event) {
     const touches = matchMedia("(pointer: coarse)").matches;
@@ -79,15 +90,19 @@ function build() {
 }
 
 function listConversations() {
+  if (view.list.contains(document.activeElement) && document.activeElement.matches("input")) return; // a title is written
   const found = all.filter((one) => !view.search.value || matches(one, view.search.value));
-  const empty = h("li", { class: "dim" }, all.length ? "None has these words." : "What you ask is kept here, in this browser only.");
+  const empty = h("li", { class: "dim" }, all.length ? "None has these words." : isKept ? "What you ask is kept here, in this browser only." : "This browser keeps nothing: export what you want to keep.");
   view.list.replaceChildren(...(found.length ? found.map(drawEntry) : [empty]));
 }
 
 function drawEntry(one) {
-  const title = button(one.title || "Untitled", () => open(one), { class: "title", "aria-current": one.id === now.id ? "true" : null });
+  const title = button(one.title || "Untitled", () => open(one), { class: "title", title: one.title, "aria-current": one.id === now.id ? "true" : null });
   const rename = button("Rename", () => {
-    const field = h("input", { value: one.title, "aria-label": "Title", onkeydown: (event) => event.key === "Enter" && field.blur(), onblur: () => {
+    const field = h("input", { value: one.title, "aria-label": "Title", onkeydown: (event) => {
+      if (event.key === "Escape") field.value = one.title;
+      if (event.key === "Enter" || event.key === "Escape") field.blur();
+    }, onblur: () => {
       one.title = field.value.trim() || one.title;
       save(one);
       listConversations();
@@ -97,10 +112,8 @@ function drawEntry(one) {
   }, { class: "quiet" });
   const erase = button("Delete", () => {
     if (!confirm(`Delete "${one.title || "Untitled"}"? It is kept nowhere else.`)) return;
-    all = all.filter((other) => other !== one);
+    forget(one.id);
     remove(one.id);
-    if (one.id === now.id) fresh();
-    listConversations();
   }, { class: "quiet" });
   return h("li", {}, title, h("details", { class: "more" }, h("summary", { "aria-label": `More of ${one.title || "Untitled"}` }, "⋯"),
     rename, button("Export", () => download(one), { class: "quiet" }), erase));
@@ -115,6 +128,28 @@ function download(one) {
   }
 }
 
+function forget(id) {
+  if (running?.conversation.id === id) running.controller.abort();
+  all.filter((one) => one.id === id).forEach((one) => (one.isGone = true));
+  all = all.filter((one) => one.id !== id);
+  if (id === now.id) fresh();
+  listConversations();
+}
+
+// Another tab has kept or removed one.
+async function heard({ id, isGone }) {
+  if (isGone) return forget(id);
+  if (running?.conversation.id === id || (id === now.id && editing != null)) return;
+  const one = await load(id);
+  if (!one) return;
+  all = [one, ...all.filter((other) => other.id !== id)].sort((a, b) => b.changed - a.changed);
+  if (id === now.id) {
+    now = one;
+    redraw();
+  }
+  listConversations();
+}
+
 function showSettings() {
   const field = (name, label, attributes) => h("label", {}, label, h("input", { value: now.options[name] ?? "", ...attributes,
     onchange: (event) => set(name, event.target.value === "" ? undefined : Number(event.target.value)) }));
@@ -127,8 +162,8 @@ function showSettings() {
   view.settings.replaceChildren(summary,
     h("label", {}, "System prompt", system),
     h("div", { class: "row" },
-      field("temperature", "Temperature", { type: "number", min: 0, max: 2, step: 0.1, placeholder: "the model's" }),
-      field("top_p", "Top p", { type: "number", min: 0, max: 1, step: 0.05, placeholder: "the model's" }),
+      field("temperature", "Temperature", { type: "number", min: 0, max: 2, step: "any", placeholder: "the model's" }),
+      field("top_p", "Top p", { type: "number", min: 0, max: 1, step: "any", placeholder: "the model's" }),
       field("max_tokens", "At most, tokens", { type: "number", min: 1, step: 1, placeholder: "as many as fit" }),
       field("seed", "Seed", { type: "number", min: 0, step: 1, placeholder: "by chance" }),
       h("label", {}, "Thinking", efforts)),
@@ -144,6 +179,7 @@ function setTools(place) {
   try {
     const tools = place.value.trim() ? JSON.parse(place.value) : undefined;
     if (tools && !Array.isArray(tools)) throw new Error("a list was expected");
+    if (tools && !tools.every((tool) => tool?.function?.name)) throw new Error('each is {"type": "function", "function": {"name": ...}}');
     place.setCustomValidity("");
     set("tools", tools);
   } catch (error) {
@@ -155,28 +191,39 @@ function setTools(place) {
 // --- which conversation, and which model ---------------------------------------------------------------------------
 
 function keep(one = now) {
-  if (!one.turns.length) return;
+  if (!one.turns.length || one.isGone) return;
   if (!all.includes(one)) all.unshift(one);
-  save(one);
+  save(one === now && editing != null ? { ...one, leaf: editing } : one);
   listConversations();
 }
 
 function open(one) {
+  leave();
   now = one;
-  editing = null;
   if (one.model) choose(one.model);
-  view.text.value = "";
   redraw();
+  toEnd();
+  showSettings();
   listConversations();
+  if (innerWidth <= 800) view.element.querySelector(".side").open = false;
+  view.text.focus();
 }
 
 function fresh() {
+  leave();
   const { options } = now;
   now = { ...begin(), options: { ...options } };
-  editing = null;
   redraw();
+  showSettings();
   listConversations();
   view.text.focus();
+}
+
+// What was begun in the conversation that is left: an edit is none, and files stay behind.
+function leave() {
+  if (editing != null) now.leaf = editing;
+  editing = null;
+  showFiles([]);
 }
 
 function pick() {
@@ -195,7 +242,8 @@ function choose(name) {
 function note() {
   const found = swarm?.models.find((m) => m.name === model);
   view.cannot = !found || found.chats === false;
-  const text = editing == null ? (swarm ? trouble(swarm.models, model) : "") : "You edit what you asked: it begins a new branch.";
+  const elsewhere = running && running.conversation !== now ? `An answer in "${running.conversation.title}" is still being written: wait, or stop it.` : "";
+  const text = editing != null ? "You edit what you asked: it begins a new branch." : elsewhere || (swarm ? trouble(swarm.models, model) : "");
   if (view.note.textContent !== text) view.note.textContent = text; // said anew, it would be read aloud anew
   view.about.textContent = swarm ? describe(swarm, model) : "";
   busy();
@@ -226,16 +274,18 @@ const acts = {
     if (running || view.cannot) return;
     now.leaf = now.turns[place].parent;
     answer();
+    view.text.focus();
   },
   goOn(place) {
     if (!running && !view.cannot) answer(place);
   },
   answerCall(call, text) {
     if (running) return;
-    add(now, "tool", { text, call: call.id });
-    const asked = path(now).map((place) => now.turns[place]);
-    const last = asked.findLast((turn) => turn.role === "assistant");
-    const answered = new Set(asked.filter((turn) => turn.role === "tool").map((turn) => turn.call));
+    if (results(now).has(call.id)) return;
+    add(now, "tool", { text, call: call.id, name: call.name });
+    delete call.draft;
+    const last = shown(now).findLast((turn) => turn.role === "assistant");
+    const answered = results(now);
     keep();
     if (last.calls.every((other) => answered.has(other.id))) answer();
     else redraw();
@@ -245,29 +295,39 @@ const acts = {
     show(now, place);
     keep();
     redraw();
+    view.text.focus();
   },
 };
 
 function stopEditing() {
-  now.leaf = editing;
-  editing = null;
+  leave();
   view.text.value = "";
-  showFiles([]);
   redraw();
+  view.text.focus();
 }
 
+const HELLO = h("p", { class: "dim hello" }, "Ask something below. Enter sends, Shift+Enter begins a new line.");
+
+// Draw what has changed, and nothing else: who hears the page is told no turn twice.
 function redraw() {
-  const places = path(now);
-  drawn = new Map(places.map((place) => {
-    const isLast = place === now.leaf || now.turns[place].calls.length > 0;
-    return [place, drawTurn(now.turns[place], { place, branches: branches(now, place), isLast, model }, acts)];
-  }));
-  const hello = h("p", { class: "dim hello" }, "Ask something below. Enter sends, Shift+Enter begins a new line.");
-  view.log.replaceChildren(...(places.length ? [...drawn.values()].map((turn) => turn.element) : [hello]));
-  showSettings();
+  const wasAtEnd = isAtEnd(), answered = results(now);
+  const lastAsked = shown(now).findLastIndex((turn) => turn.role !== "tool");
+  const elements = path(now).map((place, i) => {
+    const turn = now.turns[place], others = branches(now, place), isLast = i >= lastAsked;
+    const made = JSON.stringify([place, others.length, isLast, turn.text.length, turn.thoughts.length, turn.told, turn.isCut, turn.calls.map((call) => answered.get(call.id))]);
+    if (drawn.get(turn)?.made !== made)
+      drawn.set(turn, { made, ...drawTurn(turn, { place, branches: others, isLast, model, results: answered }, acts) });
+    return drawn.get(turn).element;
+  });
+  if (!elements.length) elements.push(HELLO);
+  elements.forEach((element, i) => view.log.children[i] !== element && view.log.insertBefore(element, view.log.children[i] ?? null));
+  while (view.log.children.length > elements.length) view.log.lastChild.remove();
   note();
-  scrollTo(0, document.body.scrollHeight);
+  if (wasAtEnd) toEnd();
 }
+
+const isAtEnd = () => innerHeight + scrollY > document.body.scrollHeight - 80;
+const toEnd = () => scrollTo(0, document.body.scrollHeight);
 
 function showFiles(files) {
   view.attached = files;
@@ -279,10 +339,21 @@ async function attach(input) {
   const file = input.files[0];
   input.value = "";
   if (!file) return;
-  const text = await file.text();
-  const why = text.includes("\0") ? "is no text" : text.length > MOST_FILE ? `has ${text.length} characters, at most ${MOST_FILE} fit` : "";
-  if (why) view.note.textContent = `${file.name} ${why}.`;
+  const text = await decode(file);
+  const isText = !text.includes("\0") && !text.startsWith("%PDF");
+  const why = !isText ? "is no text" : text.length > MOST_FILE ? `has ${text.length} characters, at most ${MOST_FILE} fit` : "";
+  if (why) view.files.append(h("span", { class: "bad", role: "alert" }, `${file.name} ${why}.`));
   else showFiles([...view.attached, { name: file.name, text }]);
+}
+
+// A text as most are written, or as those of older programs.
+async function decode(file) {
+  const raw = await file.arrayBuffer();
+  try {
+    return new TextDecoder("utf-8", { fatal: true }).decode(raw);
+  } catch {
+    return new TextDecoder("windows-1252").decode(raw);
+  }
 }
 
 // --- an answer -----------------------------------------------------------------------------------------------------
@@ -302,26 +373,34 @@ async function answer(place = null) {
   const conversation = now, goesOn = place != null;
   conversation.model = model;
   const body = bodyOf(conversation, goesOn);
-  const at = goesOn ? place : add(conversation, "assistant", { model });
-  const turn = conversation.turns[at];
-  Object.assign(turn, { told: "", kind: "", isCut: false });
+  const turn = conversation.turns[goesOn ? place : add(conversation, "assistant", { model })];
+  Object.assign(turn, { told: "It was left before its end.", kind: "", isCut: true }); // as long as it grows: a tab may be closed
   keep(conversation);
-  running = { controller: new AbortController(), conversation, place: at };
+  running = { controller: new AbortController(), conversation, turn };
   redraw();
-  const here = () => (now === conversation ? drawn.get(at) : null);
-  here()?.said.classList.add("waiting");
+  toEnd();
+  const here = () => (now === conversation ? drawn.get(turn) : null);
+  const say = (told) => here() && tell(here().told, { told, kind: "" });
+  say("");
+  here().said.classList.add("waiting");
   const begun = performance.now();
-  let first = 0, drawing = 0, usage = null, about = null;
+  let first = 0, drawing = 0, usage = null, about = null, finish = "", last = begun, saved = 0;
   let took = 0; // the last drawing: a long answer is drawn anew less often, and the page stays free
   const drawNow = () => {
-    const started = performance.now();
-    const end = innerHeight + scrollY > document.body.scrollHeight - 80;
+    const started = performance.now(), wasAtEnd = isAtEnd();
     if (here()) fill(here().said, turn);
-    if (here() && end) scrollTo(0, document.body.scrollHeight);
+    if (here() && wasAtEnd) toEnd();
     took = performance.now() - started;
     drawing = 0;
   };
   const later = () => (drawing ||= setTimeout(() => requestAnimationFrame(drawNow), 5 * took));
+  const look = setInterval(() => { // who closes the tab loses no more than this
+    const length = turn.text.length + turn.thoughts.length;
+    if (length !== saved && !conversation.isGone) save(conversation);
+    saved = length;
+    const waited = performance.now() - last;
+    if (waited > SILENT_AFTER_MS) say(`Nothing for ${Math.round(waited / 1000)} s: it waits for a turn, reads a long question, or a server has gone and another is looked for.`);
+  }, LOOK_MS);
   try {
     for await (const { data } of events("/v1/chat/completions", { method: "POST", body, signal: running.controller.signal })) {
       if (data === "[DONE]") break;
@@ -329,19 +408,22 @@ async function answer(place = null) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices[0], delta = choice?.delta;
       if (delta?.content || delta?.reasoning_content || delta?.tool_calls) {
-        first ||= performance.now();
+        if (performance.now() - last > SILENT_AFTER_MS) say("");
+        last = performance.now();
+        first ||= last;
         turn.text += delta.content ?? "";
         turn.thoughts += delta.reasoning_content ?? "";
         for (const call of delta.tool_calls ?? []) turn.calls.push({ id: call.id, name: call.function.name, text: call.function.arguments });
         later();
       }
-      if (choice?.finish_reason === "length") turn.isCut = true;
+      finish = choice?.finish_reason ?? finish;
       usage = chunk.usage ?? usage;
       if (chunk.swarmd?.chain) about = chunk.swarmd;
-      else if (chunk.swarmd?.repairs.length && here())
-        tell(here().told, { told: `repaired, going on: ${chunk.swarmd.repairs.at(-1)}`, kind: "" });
+      else if (chunk.swarmd?.repairs.length) say(`repaired, going on: ${chunk.swarmd.repairs.at(-1)}`);
     }
-    if (usage && about) turn.told = summary(usage, about, begun, first);
+    turn.isCut = finish === "length" || !finish;
+    turn.told = usage && about ? summary(usage, about, begun, first) : finish ? "" : "✖ the answer broke off";
+    turn.kind = finish ? "" : "bad";
   } catch (error) {
     const isStopped = error.name === "AbortError";
     turn.isCut = Boolean(turn.text);
@@ -349,18 +431,19 @@ async function answer(place = null) {
     turn.kind = isStopped ? "" : "bad";
   }
   clearTimeout(drawing);
+  clearInterval(look);
   running = null;
   conversation.changed = Date.now();
   keep(conversation);
-  if (now === conversation) redraw();
-  else busy();
+  redraw();
 }
 
 function summary(usage, about, begun, first) {
   const n = usage.completion_tokens, seconds = (performance.now() - first) / 1000;
+  const speed = n > 1 && first ? `, ${number((n - 1) / seconds)} tokens/s, the first after ${number((first - begun) / 1000)} s` : "";
   const cached = usage.prompt_tokens_details.cached_tokens;
   return [
-    `${n} tokens, ${number((n - 1) / seconds)} tokens/s, the first after ${number((first - begun) / 1000)} s`,
+    `${n} token${n === 1 ? "" : "s"}${speed}`,
     cached ? `${cached} of ${usage.prompt_tokens} prompt tokens were there` : "",
     `through ${about.chain.join(" → ")}`,
     about.doubts.length ? `from token ${about.doubts[0].token + 1} on the text may be wrong: ${about.doubts[0].reason}` : "",

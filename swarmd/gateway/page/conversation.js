@@ -45,11 +45,28 @@ export function show(conversation, place) {
   conversation.leaf = leaf;
 }
 
-// As the API takes them. Files stand before what is said of them.
+export const shown = (conversation) => path(conversation).map((place) => conversation.turns[place]);
+
+// What came of the calls that are shown: call id -> text.
+export function results(conversation) {
+  return new Map(shown(conversation).filter((turn) => turn.role === "tool").map((turn) => [turn.call, turn.text]));
+}
+
+// Files as they are sent and exported, each in a fence that nothing in it can end.
+function fenced(turn) {
+  return turn.files.map(({ name, text }) => {
+    const longest = Math.max(2, ...[...text.matchAll(/`{3,}/g)].map(([ticks]) => ticks.length));
+    const fence = "`".repeat(longest + 1);
+    return `${name}:\n${fence}\n${text}\n${fence}\n\n`;
+  }).join("");
+}
+
+// As the API takes them. Files stand before what is said of them; an answer that failed was none.
 export function messages(conversation) {
-  const said = path(conversation).map((place) => conversation.turns[place]).map((turn) => {
+  const turns = shown(conversation).filter((turn) => turn.role !== "assistant" || turn.text || turn.calls.length);
+  const said = turns.map((turn) => {
     if (turn.role === "tool") return { role: "tool", tool_call_id: turn.call, content: turn.text };
-    const files = turn.files.map(({ name, text }) => `${name}:\n\`\`\`\n${text}\n\`\`\`\n\n`).join("");
+    const files = fenced(turn);
     const calls = turn.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
     return { role: turn.role, content: files + turn.text, ...(calls.length ? { tool_calls: calls } : {}) };
   });
@@ -59,8 +76,8 @@ export function messages(conversation) {
 
 export function asMarkdown(conversation) {
   const names = { user: "You", assistant: conversation.model || "Model", tool: "Result" };
-  const said = path(conversation).map((place) => conversation.turns[place])
-    .map((turn) => `## ${names[turn.role]}\n\n${turn.text}${turn.calls.map((call) => `\n\n\`${call.name}(${call.text})\``).join("")}\n`);
+  const said = shown(conversation)
+    .map((turn) => `## ${names[turn.role]}\n\n${fenced(turn)}${turn.text}${turn.calls.map((call) => `\n\n\`${call.name}(${call.text})\``).join("")}\n`);
   return `# ${conversation.title}\n\n${said.join("\n")}`;
 }
 

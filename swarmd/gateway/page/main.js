@@ -1,12 +1,14 @@
 // Which view is shown, and the one stream of news that all of them read.
 
-import { events } from "./api.js";
+import { events, NeedsKey, useKey } from "./api.js";
 import { chat } from "./chat.js";
 import { machine } from "./machine.js";
 import { swarm } from "./swarm.js";
 import { training } from "./training.js";
 
 const VIEWS = { chat, swarm, machine, training };
+const TITLES = { chat: "Chat", swarm: "Swarm", machine: "This machine", training: "Training" };
+const key = document.getElementById("key");
 const news = { swarm: null, flows: null, machine: null, training: null };
 let shown = null, name = "";
 
@@ -17,6 +19,7 @@ function show() {
   shown = VIEWS[name](news);
   const view = document.getElementById("view");
   view.replaceChildren(shown.element);
+  document.title = `${TITLES[name]} - swarmd`;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#/${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -54,6 +57,7 @@ async function listen() {
       health("✖ the gateway has gone; trying again", "bad");
     } catch (error) {
       health(`✖ ${error.message}`, "bad");
+      if (error instanceof NeedsKey) key.hidden = false;
     }
     await new Promise((resolve) => setTimeout(resolve, pause));
   }
@@ -63,9 +67,24 @@ document.getElementById("theme").addEventListener("click", () => {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
   document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
-  localStorage.setItem("swarmd-theme", document.documentElement.dataset.theme);
+  kept((storage) => storage.setItem("swarmd-theme", document.documentElement.dataset.theme));
 });
-const theme = localStorage.getItem("swarmd-theme");
+document.getElementById("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // its address would be that of a view
+  document.getElementById("view").focus();
+});
+key.addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(key.querySelector("input").value.trim());
+});
+function kept(act) {
+  try {
+    return act(localStorage);
+  } catch { // a browser may keep nothing at all
+    return null;
+  }
+}
+const theme = kept((storage) => storage.getItem("swarmd-theme"));
 if (theme) document.documentElement.dataset.theme = theme;
 addEventListener("hashchange", show);
 show();

@@ -59,12 +59,15 @@ function spans(tokens) {
       case "link": return link(token.href, spans(token.tokens));
       case "image": return link(token.href, token.text || token.href);
       case "checkbox": return checkbox(token);
-      case "escape": return token.text;
-      case "text": return token.tokens ? h("span", {}, spans(token.tokens)) : token.text;
+      case "escape": return "()[]".includes(token.text) ? token.raw : token.text; // those of formulas stay
+      case "text": return token.tokens ? h("span", {}, spans(token.tokens)) : plain(token.text);
       default: return token.raw;
     }
   });
 }
+
+const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', "#39": "'", nbsp: "\u00a0", copy: "\u00a9" };
+const plain = (text) => text.replace(/&(amp|lt|gt|quot|#39|nbsp|copy);/g, (_, name) => ENTITIES[name]);
 
 function link(href, shown) {
   return /^https?:\/\//i.test(href) ? h("a", { href, rel: "noopener noreferrer", target: "_blank" }, shown) : h("span", {}, shown);

@@ -40,15 +40,17 @@ export function picture(model, data, flows) {
 
 // The spans of now, and those that went a moment ago.
 function recent(model, data) {
-  const at = Date.now(), found = [];
+  const at = Date.now(), found = [], here = new Set();
   for (const peer of data.peers) for (const span of peer.spans) {
     if (span.model !== model.model) continue;
-    seen.set(`${peer.peer} ${span.model} ${span.start}`, { peer, span, at });
+    const key = `${peer.peer} ${span.model} ${span.start}`;
+    here.add(key);
+    seen.set(key, { peer, span, at });
     found.push({ peer, span, isGone: false });
   }
   for (const [key, { peer, span, at: last }] of seen) {
     if (at - last > GONE_MS) seen.delete(key);
-    else if (last < at && span.model === model.model) found.push({ peer, span, isGone: true });
+    else if (!here.has(key) && span.model === model.model) found.push({ peer, span, isGone: true });
   }
   return found.sort((a, b) => a.span.start - b.span.start || a.span.end - b.span.end);
 }

@@ -1,7 +1,9 @@
 // Conversations, kept in this browser only (IndexedDB): the gateway never stores any.
 
 const NAME = "swarmd", STORE = "conversations";
+const tabs = new BroadcastChannel(NAME); // what one tab keeps, the others show
 let opened = null;
+export let isKept = true;
 
 function open() {
   opened ??= new Promise((resolve, reject) => {
@@ -24,8 +26,30 @@ async function run(mode, act) {
 
 // The last one changed is first. A browser that keeps nothing (a private window) has none, and chats all the same.
 export async function loadAll() {
-  const found = await run("readonly", (store) => store.getAll()).catch(() => []);
-  return found.sort((a, b) => b.changed - a.changed);
+  const found = await attempt("readonly", (store) => store.getAll()) ?? [];
+  return found.filter((one) => Array.isArray(one.turns)).sort((a, b) => b.changed - a.changed);
 }
-export const save = (conversation) => run("readwrite", (store) => store.put(conversation)).catch(() => null);
-export const remove = (id) => run("readwrite", (store) => store.delete(id)).catch(() => null);
+
+export const load = (id) => attempt("readonly", (store) => store.get(id));
+
+export async function save(conversation) {
+  await attempt("readwrite", (store) => store.put(conversation));
+  tabs.postMessage({ id: conversation.id });
+}
+
+export async function remove(id) {
+  await attempt("readwrite", (store) => store.delete(id));
+  tabs.postMessage({ id, isGone: true });
+}
+
+// Have ``told`` be called with what another tab has kept or removed: {id, isGone}.
+export const onOtherTab = (told) => (tabs.onmessage = ({ data }) => told(data));
+
+async function attempt(mode, act) {
+  try {
+    return await run(mode, act);
+  } catch {
+    isKept = false;
+    return null;
+  }
+}

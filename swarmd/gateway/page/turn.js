@@ -3,20 +3,21 @@
 import { button, h } from "./dom.js";
 import { code, markdown } from "./markdown.js";
 
-const NAMES = { user: "You", tool: "Result" };
+const NAMES = { user: "You" };
 
-// ``acts``: edit, again, goOn, answerCall, showBranch, each of a turn's place. ``at``: {place, branches, isLast, model}.
+// ``acts``: edit, again, goOn, answerCall, showBranch, each of a turn's place. ``at``: {place, branches, isLast, model,
+// results}: what came of calls, and whether those of this turn still wait for it (isLast).
 export function drawTurn(turn, at, acts) {
   const said = h("div", { class: "said" }), told = h("p", { class: "dim told" });
   const element = h("article", { class: `turn ${turn.role}` },
-    h("p", { class: "who" }, NAMES[turn.role] ?? (turn.model || at.model)), said, told, actions(turn, at, acts));
-  fill(said, turn, at.isLast && acts);
+    h("p", { class: "who" }, turn.role === "tool" ? `Result of ${turn.name}` : NAMES[turn.role] ?? (turn.model || at.model)), said, told, actions(turn, at, acts));
+  fill(said, turn, at.results, at.isLast && acts);
   tell(told, turn);
   return { element, said, told };
 }
 
 // What is said in it, anew: while an answer grows, nothing else of it is drawn again.
-export function fill(said, turn, acts = null) {
+export function fill(said, turn, results = new Map(), acts = null) {
   const isOpen = said.querySelector("details.thought")?.open;
   const shown = turn.role === "user" || turn.role === "tool" ? h("div", { class: "plain" }, turn.text) : markdown(turn.text);
   const parts = [
@@ -24,7 +25,7 @@ export function fill(said, turn, acts = null) {
     turn.thoughts && h("details", { class: "thought", open: isOpen }, h("summary", {}, turn.text ? "Thoughts" : "Thinking ..."),
       h("div", { class: "thoughts" }, turn.thoughts)),
     shown,
-    turn.calls.map((call) => drawCall(call, acts)),
+    turn.calls.map((call) => drawCall(call, results.get(call.id), acts)),
   ].flat(Infinity).filter(Boolean);
   said.replaceChildren(...parts);
 }
@@ -34,15 +35,16 @@ export function tell(told, { told: text, kind }) {
   told.className = `dim told ${kind}`;
 }
 
-function drawCall(call, acts) {
-  const result = h("textarea", { "aria-label": `Result of ${call.name}`, placeholder: "What came of it" });
+function drawCall(call, result, acts) {
+  const field = h("textarea", { "aria-label": `Result of ${call.name}`, placeholder: "What came of it, or what went wrong",
+    oninput: () => (call.draft = field.value) }, call.draft ?? "");
   let shown = call.text;
   try {
     shown = JSON.stringify(JSON.parse(call.text), null, 2);
   } catch { // shown as it is
   }
   return h("div", { class: "call" }, h("p", {}, "Calls ", h("code", {}, call.name)), code(shown, "json"),
-    acts && h("div", { class: "row" }, result, button("Send result", () => acts.answerCall(call, result.value))));
+    result == null && acts && h("div", { class: "row" }, field, button("Send result", () => acts.answerCall(call, field.value))));
 }
 
 function actions(turn, at, acts) {
