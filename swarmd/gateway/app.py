@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swarmd.errors import ConfigError
 from swarmd.gateway.apis import anthropic, completions, embeddings, ollama, openai, refusals, responses, schema, tokens
 from swarmd.gateway.apis.openapi import openapi
 from swarmd.gateway.apis.refusals import ApiError
@@ -33,6 +34,7 @@ from swarmd.gateway.generation.metrics import Metrics
 from swarmd.gateway.generation.quotas import Quotas, QuotaUsedUp
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard, read_body
+from swarmd.gateway.keys import describe_keys
 from swarmd.gateway.models import ListedModel, ServedModels
 from swarmd.gateway.page import Page
 
@@ -191,6 +193,7 @@ class Gateway:
                 self._route("/", self.page.file),
                 self._route("/page/files/{name:path}", self.page.file),
                 self._route("/page/news", self.page.news),
+                Route("/page/keys", self._guarded(self._list_keys, needs_token=True)),
                 Route("/page/{verb}", self._guarded(self.page.act, needs_token=True), methods=["POST"]),
                 Route("/{path:path}", self._guarded(self._nothing_here), methods=METHODS),
             ],
@@ -219,6 +222,13 @@ class Gateway:
         return answer
 
     # --- what is there -----------------------------------------------------------------------------------------
+
+    async def _list_keys(self, request: Request, key: str) -> Response:
+        """List the keys and what they used: to this machine's owner only."""
+        try:
+            return json_response({"keys": describe_keys(self.guard.keys, self.quotas.file, self.quotas.clock())})
+        except ConfigError as error:
+            raise ApiError(409, "invalid_request_error", str(error)) from None
 
     async def _health(self, request: Request, key: str) -> Response:
         served = [listed.name for listed in self.models.list_models() if not listed.missing]

@@ -37,7 +37,7 @@ class Guard:
         is_local: bool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._keys = keys
+        self.keys = keys
         self._clock = clock
         self._hosts = hosts
         self._origins = origins
@@ -64,13 +64,13 @@ class Guard:
         presented_key = _read_key(request)
         if presented_key and hmac.compare_digest(presented_key.encode(), self._token.encode()):
             return ""
-        key = self._keys.whose(presented_key) if presented_key and not needs_token else None
+        key = self.keys.whose(presented_key) if presented_key and not needs_token else None
         if key is not None and key.ends_at and key.ends_at <= self._clock():
             ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.ends_at))
             raise ApiError(401, "authentication_error", f"this key ended on {ended}", None, "invalid_api_key")
         if key is not None:
             return key.name
-        if self._is_local and not self._keys.all() and not needs_token:
+        if self._is_local and not self.keys.all() and not needs_token:
             return ""
         if needs_token:
             raise ApiError(401, "authentication_error", "only with this machine's own token", None, "invalid_token")
@@ -81,7 +81,7 @@ class Guard:
 
     def models_of(self, name: str) -> tuple[str, ...]:
         """The models that a key is for, by the key's name; none is all."""
-        key = self._keys.named(name)
+        key = self.keys.named(name)
         return key.models if key else ()
 
     def _is_our_host(self, host: str) -> bool:

@@ -8,12 +8,13 @@ import re
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from swarmd.errors import ConfigError
 from swarmd.folders import write_file
-from swarmd.gateway.generation.quotas import DAY_S, KeyLimits
+from swarmd.gateway.generation.quotas import DAY_S, KeyLimits, UsageFile
 from swarmd.protocol.untrusted import read_json
 
 FILE = "gateway-keys.json"
@@ -107,3 +108,19 @@ class Keys:
 
 def _hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def describe_keys(keys: Keys, usage: UsageFile, now_s: float) -> list[dict[str, Any]]:
+    """List the keys without what opens anything: what each may use, and what it used today (UTC) and ever.
+
+    Raises ConfigError for a file that is damaged.
+    """
+    day = int(now_s) // DAY_S
+    return [
+        {
+            **{name: value for name, value in msgspec.to_builtins(api_key).items() if name != "sha256"},
+            "today": usage.of_day(day, api_key.name)._asdict(),
+            "ever": usage.of_all_days(api_key.name)._asdict(),
+        }
+        for api_key in keys.all()
+    ]

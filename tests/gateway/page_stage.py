@@ -116,6 +116,7 @@ class Stage:
     replies: queue.Queue[list[dict[str, Any] | None]]
     asked: list[dict[str, Any]] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+    key: str = ""  # without which nothing is told
 
     def say(self, name: str, body: Any) -> None:
         self.news.put(f"event: {name}\ndata: {json.dumps(body)}\n\n".encode())
@@ -160,14 +161,15 @@ def stage(chromium: Any, viewport: dict[str, int] | None = None) -> Iterator[Sta
     class Gateway(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             name = self.path.removeprefix("/page/files/").removeprefix("/page/").removeprefix("/") or "index.html"
-            self.send_response(200 if name == "news" or name in FILES else 404)
+            is_refused = name == "news" and stage_shown.key not in (self.headers["authorization"] or "")
+            self.send_response(401 if is_refused else 200 if name == "news" or name in FILES else 404)
             kind = "text/event-stream" if name == "news" else KINDS.get(f".{name.rpartition('.')[2]}", "text/plain")
             for key, value in {**HEADERS, "content-type": kind}.items():
                 self.send_header(key, value)
             self.end_headers()
             if name in FILES:
                 self.wfile.write(FILES[name].read_bytes())
-            while name == "news" and (event := news.get()):
+            while name == "news" and not is_refused and (event := news.get()):
                 self.wfile.write(event)
 
         def do_POST(self) -> None:

@@ -55,6 +55,19 @@ async def test_fifty_at_once_keep_to_a_quota_and_a_restart_forgives_nothing(tmp_
         assert (refusal.status_code, int(refusal.headers["retry-after"]) <= 60) == (429, True)
 
 
+async def test_the_owner_sees_what_keys_used_and_nobody_else_does(tmp_path: Path) -> None:
+    keys = Keys(tmp_path)
+    key = keys.add("team", KeyLimits(tokens_day=200), models=(MODEL,))
+    async with played_gateway(tmp_path, never_ends) as played:
+        await ask(played, key)
+        for headers in ({}, {"authorization": f"Bearer {key}"}):
+            assert (await played.http.get("/page/keys", headers=headers)).status_code == 401
+        (told,) = (await played.http.get("/page/keys", headers={"authorization": "Bearer token"})).json()["keys"]
+    assert (told["name"], told["models"], told["limits"]["tokens_day"]) == ("team", [MODEL], 200)
+    assert told["today"] == {"requests": 1, "prompt": 3, "generated": 12} == told["ever"]
+    assert "sha256" not in told
+
+
 async def append(answers: list[Any], answer: Any) -> None:
     answers.append(await answer)
 

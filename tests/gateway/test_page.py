@@ -69,6 +69,19 @@ def test_who_turns_out_not_to_chat_keeps_its_place_once_it_was_chosen(browser: S
     playwright.expect(browser.page.locator(PICKER)).to_have_value("base")
 
 
+def test_a_gateway_with_keys_is_given_one_in_the_page(browser: Stage) -> None:
+    browser.key = "sk-swarmd-of-anna"
+    browser.open()
+    browser.see("#health", "a key is needed: enter one below")
+    browser.page.fill("#key input", browser.key)
+    browser.page.click("text=Use it in this tab")
+    browser.say("swarm", swarm(model("smol")))
+    browser.see("#health", "whole: smol")
+    assert not browser.page.locator("#key").is_visible()
+    assert browser.key not in browser.page.url
+    browser.complaints.clear()  # of the browser itself, about the 401
+
+
 def test_a_long_block_map_does_not_widen_a_narrow_page(browser: Stage) -> None:
     browser.open("swarm")
     browser.say("swarm", swarm(model("smol", n_blocks=30), model("a-model-with-quite-a-long-name-of-its-own-Instruct")))

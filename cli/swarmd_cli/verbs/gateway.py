@@ -111,43 +111,25 @@ def ls(as_json: Json = False) -> None:
 
     Example: swarmd gateway key ls
     """
-    import msgspec
+    from swarmd.gateway.generation.quotas import KeyLimits, UsageFile, Used
+    from swarmd.gateway.keys import Keys, describe_keys
 
-    from swarmd.gateway.generation.quotas import DAY_S, UsageFile
-    from swarmd.gateway.keys import Keys
-
-    usage = UsageFile(home().folder)
-    day = int(time.time()) // DAY_S
-    listed = [
-        (api_key, usage.of_day(day, api_key.name), usage.of_all_days(api_key.name))
-        for api_key in Keys(home().folder).all()
-    ]
+    listed = describe_keys(Keys(home().folder), UsageFile(home().folder), time.time())
     if as_json:
-        print_json(
-            {
-                "keys": [
-                    {
-                        **{name: value for name, value in msgspec.to_builtins(api_key).items() if name != "sha256"},
-                        "today": today._asdict(),
-                        "ever": ever._asdict(),
-                    }
-                    for api_key, today, ever in listed
-                ]
-            }
-        )
+        print_json({"keys": listed})
         return
     rows = []
-    for api_key, today, ever in listed:
-        limits = api_key.limits
+    for api_key in listed:
+        limits, today = KeyLimits(**api_key["limits"]), Used(**api_key["today"])
         rows.append(
             [
-                api_key.name,
-                _day(api_key.made_at),
-                _day(api_key.ends_at) if api_key.ends_at else "never",
-                ", ".join(api_key.models) or "all",
+                api_key["name"],
+                _day(api_key["made_at"]),
+                _day(api_key["ends_at"]) if api_key["ends_at"] else "never",
+                ", ".join(api_key["models"]) or "all",
                 _of(today.requests, limits.requests_day, limits.requests_minute),
                 _of(today.tokens, limits.tokens_day, limits.tokens_minute),
-                f"{ever.tokens:,}",
+                f"{Used(**api_key['ever']).tokens:,}",
             ]
         )
     columns = ["name", "made", "ends", "models", "requests today", "tokens today", "tokens ever"]

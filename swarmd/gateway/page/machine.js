@@ -4,15 +4,23 @@ import { ask, hasToken } from "./api.js";
 import { h, number } from "./dom.js";
 import { plot } from "./plot.js";
 
+const KEYS_EVERY_MS = 10_000; // what keys used is counted in a file
+
 export function machine(news) {
   const element = h("section", { "aria-label": "This machine" });
-  let said = "";
+  let said = "", keys = [], askedAt = -Infinity;
   function update(kind) {
     if (kind && kind !== "machine") return;
     const data = news.machine;
     if (!data) return element.replaceChildren(h("p", { class: "dim" }, "waiting for news"));
     if (data.error) return element.replaceChildren(h("p", { class: "bad" }, data.error));
-    element.replaceChildren(...draw(data, act, said));
+    element.replaceChildren(...draw(data, act, said), ...(keys.length ? [drawKeys(keys)] : []));
+    if (hasToken() && performance.now() - askedAt > KEYS_EVERY_MS) askKeys();
+  }
+  async function askKeys() {
+    askedAt = performance.now();
+    ({ keys } = await ask("/page/keys").then((answer) => answer.json()).catch(() => ({ keys: [] })));
+    if (keys.length && element.isConnected) update();
   }
   async function act(verb) {
     try {
@@ -45,6 +53,18 @@ function draw({ status, history }, act, said) {
     plot("Tokens/s served", minutes(rates(history)), { xLabel: "minutes" }),
     plot("Sessions open", minutes(history.map((row) => [row.at, row.sessions])), { xLabel: "minutes" }),
   ];
+}
+
+function drawKeys(keys) {
+  const of = (used, limit) => used.toLocaleString("en") + (limit ? ` of ${limit.toLocaleString("en")}` : "");
+  const tokens = (used) => used.prompt + used.generated;
+  const heads = ["key", "models", "ends", "requests today", "tokens today", "tokens ever"];
+  const rows = keys.map((key) => h("tr", {}, h("th", { scope: "row" }, key.name), h("td", {}, key.models.join(", ") || "all"),
+    h("td", {}, key.ends_at ? new Date(1000 * key.ends_at).toLocaleDateString() : "never"),
+    h("td", {}, of(key.today.requests, key.limits.requests_day)), h("td", {}, of(tokens(key.today), key.limits.tokens_day)),
+    h("td", {}, of(tokens(key.ever)))));
+  return h("section", {}, h("h2", {}, "API keys"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "API keys" },
+    h("table", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows))));
 }
 
 // Places in seconds as minutes before now.
