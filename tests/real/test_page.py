@@ -152,7 +152,7 @@ def test_a_kill_is_shown_under_the_answer(browser: Browser) -> None:
     page.evaluate(ON_FIRST_TEXT, "strike")
     browser.ask("The function returns")
     try:
-        browser.see(".turn.assistant .dim", "repaired 1×")
+        browser.see(".turn.assistant .told", "repaired")  # at once, and when the answer has ended
     finally:
         for volunteer in killed:
             volunteer.stop()
