@@ -19,7 +19,7 @@ let running = null; // {controller, conversation, turn}
 let isByHand = false; // a model that somebody chose, or asked, is never exchanged for another
 let editing = null; // the leaf to go back to
 let model = "", view = null, swarm = null;
-let drawn = new Map(); // a turn -> what is drawn of it, and of what it was made
+const drawn = new WeakMap(); // a turn -> what is drawn of it, and of what it was made
 
 export function chat(news) {
   if (!view) {
@@ -31,7 +31,7 @@ export function chat(news) {
       listConversations();
     });
     onOtherTab(heard);
-    addEventListener("pagehide", () => running && save(running.conversation));
+    addEventListener("pagehide", () => running && put(running.conversation));
   }
   view.update = (kind) => {
     if (kind === "machine" || kind === "flows" || !news.swarm) return;
@@ -104,7 +104,7 @@ function drawEntry(one) {
       if (event.key === "Enter" || event.key === "Escape") field.blur();
     }, onblur: () => {
       one.title = field.value.trim() || one.title;
-      save(one);
+      put(one);
       listConversations();
     } });
     title.replaceWith(field);
@@ -190,10 +190,15 @@ function setTools(place) {
 
 // --- which conversation, and which model ---------------------------------------------------------------------------
 
+// Have the browser keep one as it is: not one that was deleted, and an edit that was only begun is none.
+function put(one) {
+  if (!one.isGone) save(one === now && editing != null ? { ...one, leaf: editing } : one);
+}
+
 function keep(one = now) {
   if (!one.turns.length || one.isGone) return;
   if (!all.includes(one)) all.unshift(one);
-  save(one === now && editing != null ? { ...one, leaf: editing } : one);
+  put(one);
   listConversations();
 }
 
@@ -396,7 +401,7 @@ async function answer(place = null) {
   const later = () => (drawing ||= setTimeout(() => requestAnimationFrame(drawNow), 5 * took));
   const look = setInterval(() => { // who closes the tab loses no more than this
     const length = turn.text.length + turn.thoughts.length;
-    if (length !== saved && !conversation.isGone) save(conversation);
+    if (length !== saved) put(conversation);
     saved = length;
     const waited = performance.now() - last;
     if (waited > SILENT_AFTER_MS) say(`Nothing for ${Math.round(waited / 1000)} s: it waits for a turn, reads a long question, or a server has gone and another is looked for.`);
