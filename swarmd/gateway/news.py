@@ -6,7 +6,7 @@ The swarm is seen through the gateway's own view; this machine through its daemo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ import trio
 from swarmd.errors import SwarmError
 from swarmd.folders import SOCKET
 from swarmd.gateway.generation.row import RowReport
+from swarmd.gateway.models import ListedModel
 from swarmd.names import label_member
 from swarmd.net.local import ask_daemon
 from swarmd.plan.chains.view import SwarmView
@@ -37,20 +38,19 @@ Say = Callable[[str, Any], Awaitable[None]]
 def describe_swarm(
     view: SwarmView,
     own_peer: str,
-    chats: Callable[[ModelId], bool | None],
-    limits: Mapping[ModelId, int | None],
+    listed: Sequence[ListedModel],
 ) -> dict[str, Any]:
     """List models, with what nobody serves, whether they can chat, and how much; and peers, with what they serve."""
     models = [
         {
-            "name": name,
-            "model": model,
-            "n_blocks": n_blocks,
-            "missing": [[span.start, span.end] for span in view.missing(ModelId(model), n_blocks)],
-            "chats": chats(ModelId(model)),
-            "max_tokens": limits.get(ModelId(model)),
+            "name": model.name,
+            "model": model.model,
+            "n_blocks": model.n_blocks,
+            "missing": [[span.start, span.end] for span in model.missing],
+            "chats": model.chats,
+            "max_tokens": model.max_tokens,
         }
-        for name, (model, n_blocks) in sorted(view.catalog.models.items())
+        for model in listed
     ]
     spans: dict[str, list[dict[str, Any]]] = {}
     for span in view.spans:

@@ -82,8 +82,7 @@ class Page:
             raise ApiError(409, "invalid_request_error", str(error)) from None
 
     def _swarm_now(self) -> dict[str, Any]:
-        limits = {listed.model: listed.max_tokens for listed in self._models.list_models()}
-        return news.describe_swarm(self._swarm.view(), self._machine.peer, self._models.chats, limits)
+        return news.describe_swarm(self._swarm.view(), self._machine.peer, self._models.list_models())
 
     def _flows_now(self) -> list[dict[str, Any]]:
         engines = self._models.loaded_engines().values()

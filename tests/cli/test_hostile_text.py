@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from swarmd_cli import context, main
 
 from swarmd.gateway.generation.row import RowReport
+from swarmd.gateway.models import ListedModel
 from swarmd.gateway.news import describe_flow, describe_swarm, send_changes
 from swarmd.home.founder import Founder
 from swarmd.home.paths import Home
@@ -175,9 +176,10 @@ async def test_what_the_page_is_told_can_be_shown() -> None:
         if len(sent) == 4:
             raise StopAsyncIteration
 
+    models = [ListedModel(HOSTILE, ModelId(HOSTILE), 4, (), None, True)]
     flow = describe_flow(ModelId(HOSTILE), RowReport(1, chain=(HOSTILE,), repairs=[HOSTILE]))
     with pytest.raises(StopAsyncIteration):
-        await send_changes(lambda: describe_swarm(view, "me", lambda model: True, {}), lambda: [flow], machine, say)
+        await send_changes(lambda: describe_swarm(view, "me", models), lambda: [flow], machine, say)
     assert sent.keys() == {"swarm", "flows", "machine", "training"}
     for text in find_texts(sent):
         assert_harmless(text)

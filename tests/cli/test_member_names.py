@@ -123,7 +123,7 @@ def test_a_bug_report_tells_no_names(home: Home, tmp_path: Path) -> None:
 
 def test_the_page_is_told_labels() -> None:
     peers = {PeerId(peer): PeerRecord(peer, 1, 2, 3, (), name="laptop") for peer in (ANNA, BERT)}
-    told = describe_swarm(SwarmView(peers, (), Catalog()), ANNA, lambda model: None, {})
+    told = describe_swarm(SwarmView(peers, (), Catalog()), ANNA, ())
     assert {peer["label"] for peer in told["peers"]} == {ANNA_SHOWN, BERT_SHOWN}
 
 

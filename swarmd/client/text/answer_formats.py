@@ -96,13 +96,14 @@ def _region(kind: str, opens: str, closes: str = "", **more: Any) -> Region:
     return Region(kind, regex.compile(opens, regex.DOTALL), closing, **more)
 
 
-def _thoughts(opens: str, closes: str, begins_answer: bool = True, *nothing: str) -> ThoughtFormat:
-    """Thoughts between two marks, and marks that mean ``nothing``."""
-    region = _region("reasoning", regex.escape(opens), regex.escape(closes), begins_answer=begins_answer)
+def _thoughts(
+    opens: str, closes: str, begins_answer: bool = True, nothing: tuple[str, ...] = (), line: str = ""
+) -> ThoughtFormat:
+    """Thoughts between two marks, and marks that mean ``nothing``. ``line``: what else stands in the first one's."""
+    region = _region("reasoning", regex.escape(opens + line), regex.escape(closes), begins_answer=begins_answer)
     left_out = (_region("nothing", regex.escape(mark)) for mark in nothing)
-    marks = (opens.strip(), closes)
-    tokens = (opens.removesuffix("thought\n"), closes, *nothing)
-    return ThoughtFormat((region, *left_out), tokens, marks, opens.strip(), regex.escape(closes))
+    marks = (opens, closes)
+    return ThoughtFormat((region, *left_out), (*marks, *nothing), marks, (opens + line).strip(), regex.escape(closes))
 
 
 def _calls(opens: str, closes: str, *tokens: str, **more: Any) -> CallFormat:
@@ -135,10 +136,10 @@ THOUGHTS = {
         is_always_written=True,
     ),
     "mistral": _thoughts("[THINK]", "[/THINK]"),
-    "gemma": _thoughts("<|channel>thought\n", "<channel|>", False)._replace(seen_by=("<|channel>", "<channel|>")),
+    "gemma": _thoughts("<|channel>", "<channel|>", False, line="thought\n"),
     "command": _thoughts(
         *("<|START_THINKING|>", "<|END_THINKING|>", False),
-        *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        nothing=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
     "seed": _thoughts("<seed:think>", "</seed:think>"),
     "kimi-k3": ThoughtFormat(

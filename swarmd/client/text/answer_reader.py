@@ -46,6 +46,7 @@ class AnswerReader:
     def __init__(
         self, regions: Sequence[Region], tools: Sequence[dict[str, Any]] | None = None, is_thinking: bool = False
     ) -> None:
+        self._tools = tools
         functions = [tool.get("function", tool) for tool in tools or ()]
         self._schemas = {function.get("name"): function.get("parameters") for function in functions}
         self._regions = [region for region in regions if region.kind != "call" or tools]
@@ -78,7 +79,7 @@ class AnswerReader:
         if self._text.strip() or not (self._has_calls or self._skips_blank):
             parts += self._say(self._text)
         if self._region is not None and not was_cut:  # some begin to call without an end to their thoughts
-            calls = AnswerReader([region for region in self._regions if region.kind == "call"], self._tools())
+            calls = AnswerReader([region for region in self._regions if region.kind == "call"], self._tools)
             found = (*calls.feed("".join(self._thoughts)), *calls.end())
             parts += [part for part in found if part.kind == "call"]
         return parts
@@ -207,6 +208,3 @@ class AnswerReader:
         text = json.dumps(fitting, ensure_ascii=False, allow_nan=False)
         f"{call.name}{text}".encode()  # half a surrogate pair is in no answer
         return AnswerPart("call", text, call.name)
-
-    def _tools(self) -> list[dict[str, Any]]:
-        return [{"name": name, "parameters": schema} for name, schema in self._schemas.items()]

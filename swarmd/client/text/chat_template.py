@@ -159,8 +159,7 @@ class ChatTemplate:
     def _written_call(self) -> str:
         """What it makes of a call, without what a prompt ends with."""
         begun = self._render_turns(self._in_form(probe_turns({}, PROBE_ID)[:1]), True, [PROBE_TOOL])
-        arguments = json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS
-        shown = self._render_turns(self._in_form(probe_turns(arguments, PROBE_ID)[:2]), False, [PROBE_TOOL])
+        shown = self._render_turns(self._in_form(probe_turns(self._probe_arguments, PROBE_ID)[:2]), False, [PROBE_TOOL])
         pairs = zip(begun, shown, strict=False)
         n_alike = next((place for place, (one, other) in enumerate(pairs) if one != other), len(begun))
         half_mark = HALF_MARK.search(shown, 0, n_alike)  # another mark may begin with the same letters
@@ -169,8 +168,7 @@ class ChatTemplate:
     @cached_property
     def _shows_calls(self) -> tuple[bool, bool]:
         """Does it write a past call, and what came of it?"""
-        arguments = json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS
-        shown = self._render_call(arguments, PROBE_ID)
+        shown = self._render_call(self._probe_arguments, PROBE_ID)
         return PROBE in shown, PROBE_RESULT in shown
 
     @cached_property
@@ -187,7 +185,7 @@ class ChatTemplate:
         user = {"role": "user", "content": "?"}
         reply = {"role": "assistant", "content": "!"}
         note = {**probe, "content": PROBE_NOTE}
-        called = probe_turns(json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS, PROBE_ID)
+        called = probe_turns(self._probe_arguments, PROBE_ID)
         return TurnRules(
             takes_system=self._shows_probe(probe, user),
             takes_notes=all(
@@ -206,11 +204,16 @@ class ChatTemplate:
         with_text = self._render_call(json.dumps(PROBE_ARGUMENTS), PROBE_ID)
         return wants_text(PROBE_ARGUMENTS, with_object, with_text)
 
+    @property
+    def _probe_arguments(self) -> Any:
+        """Arguments in the form that it takes."""
+        return json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS
+
     @cached_property
     def _takes_short_ids(self) -> bool:
         """Does it refuse ids of calls but short ones?"""
-        arguments = json.dumps(PROBE_ARGUMENTS) if self._takes_text_arguments else PROBE_ARGUMENTS
-        return not self._render_call(arguments, LONG_PROBE_ID) and bool(self._render_call(arguments, PROBE_ID))
+        takes_long = self._render_call(self._probe_arguments, LONG_PROBE_ID)
+        return not takes_long and bool(self._render_call(self._probe_arguments, PROBE_ID))
 
     def _render_call(self, arguments: Any, call_id: str) -> str:
         return self._render_turns(self._in_form(probe_turns(arguments, call_id)), True, [PROBE_TOOL])

@@ -72,9 +72,8 @@ def write_as_talk(
 def _write_call(call: dict[str, Any], marks: Sequence[str]) -> str:
     function = call["function"]
     name = str(function.get("name"))
-    arguments = function.get("arguments")
-    read = {} if arguments in (None, "") else _read_object(arguments, name)
-    written = json.dumps({"name": name, "arguments": read}, ensure_ascii=False)
+    arguments = _read_object(_arguments_of(function), name)
+    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"{marks[0]}\n{written}\n{marks[1]}"
 
 
@@ -97,14 +96,18 @@ def rewrite_calls(
 
 def _rewrite_call(call: dict[str, Any], as_text: bool, has_short_ids: bool) -> dict[str, Any]:
     function = call["function"]
-    arguments = function.get("arguments")
-    if arguments in (None, ""):  # of a function that takes none
-        arguments = {}
+    arguments = _arguments_of(function)
     arguments = _write_json(arguments) if as_text else _read_object(arguments, str(function.get("name")))
     changed = {**call, "function": {**function, "arguments": arguments}}
     if has_short_ids and isinstance(call.get("id"), str):
         changed["id"] = _short_id(call["id"])
     return changed
+
+
+def _arguments_of(function: dict[str, Any]) -> Any:
+    """Return arguments as they were sent, an empty object for those of a function that takes none."""
+    arguments = function.get("arguments")
+    return {} if arguments in (None, "") else arguments
 
 
 def _write_json(arguments: Any) -> str:

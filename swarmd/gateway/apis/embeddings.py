@@ -197,6 +197,5 @@ async def _read_text(engine: GenerationEngine, text: str | list[int]) -> tuple[i
         raise bad_request("a text without a token has no vector", "input")
     if len(ids) > engine.ends.max_tokens:
         raise refusals.too_long(len(ids), engine.ends.max_tokens)
-    if max(ids) >= engine.ends.vocabulary:
-        raise bad_request(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "input")
+    refusals.require_tokens(ids, engine.ends.vocabulary, "input")
     return ids

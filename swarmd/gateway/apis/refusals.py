@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,3 +101,9 @@ def from_decoding_error(error: msgspec.ValidationError) -> ApiError:
     message, _, path = str(error).partition(" - at `$")
     param = path.removesuffix("`").lstrip(".") or None
     return bad_request(f"{param or 'the body'}: {message}", param)
+
+
+def require_tokens(ids: Sequence[int], vocabulary: int, param: str) -> None:
+    """Refuse tokens that a model does not have. Raises ApiError."""
+    if not all(0 <= token < vocabulary for token in ids):
+        raise bad_request(f"token ids are from 0 to {vocabulary - 1}", param)

@@ -217,8 +217,7 @@ async def prepare_request(
     grammar = await _make_grammar(engine, request, is_forced)
     sampling = choose_sampling(request, engine.ends)
     ids = tuple(prompt.ids)
-    if not 0 <= min(ids) <= max(ids) < engine.ends.vocabulary:
-        raise bad_request(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "prompt")
+    refusals.require_tokens(ids, engine.ends.vocabulary, "prompt")
     stop = request.sampled.stop or []
     stops = [stop] if isinstance(stop, str) else stop
     formats = prompt.formats

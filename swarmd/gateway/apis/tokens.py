@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from swarmd.errors import ConfigError
+from swarmd.gateway.apis import refusals
 from swarmd.gateway.apis.openai import read_turn
 from swarmd.gateway.apis.refusals import bad_request
 from swarmd.gateway.apis.schema import MAX_MESSAGES, ChatMessage, JsonObject, SamplingFields
@@ -62,8 +63,7 @@ async def tokenize(engine: GenerationEngine, request: TokenizeRequest, skipped: 
 
 def detokenize(engine: GenerationEngine, request: DetokenizeRequest) -> JsonObject:
     """Return the text of tokens. Raises ApiError."""
-    if max(request.tokens, default=0) >= engine.ends.vocabulary:
-        raise bad_request(f"token ids are from 0 to {engine.ends.vocabulary - 1}", "tokens")
+    refusals.require_tokens(request.tokens, engine.ends.vocabulary, "tokens")
     return {"prompt": engine.tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 

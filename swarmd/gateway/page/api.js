@@ -1,26 +1,21 @@
 // The gateway, as the page asks it. The token comes in the fragment of the address, which no server ever sees; it is
 // kept for this tab only.
 
+import { stored } from "./dom.js";
+
 const KEY = "swarmd-token";
-const stored = (act) => { // a browser may keep nothing at all
-  try {
-    return act(sessionStorage);
-  } catch {
-    return null;
-  }
-};
 const given = new URLSearchParams(location.hash.replace(/^#\/?/, "")).get("token");
 if (given) {
-  stored((storage) => storage.setItem(KEY, given));
+  stored(() => sessionStorage.setItem(KEY, given));
   history.replaceState(null, "", location.pathname + "#/chat");
 }
 
-const token = () => stored((storage) => storage.getItem(KEY));
+const token = () => stored(() => sessionStorage.getItem(KEY));
 export const hasToken = () => token() != null;
 
 // Have the page be asked for with this key from now on, in this tab.
 export function useKey(key) {
-  stored((storage) => storage.setItem(KEY, key));
+  stored(() => sessionStorage.setItem(KEY, key));
   location.reload();
 }
 

@@ -9,8 +9,8 @@ export function begin() {
   return { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, title: "", changed: Date.now(), model: "", options: {}, turns: [], leaf: -1 };
 }
 
-export function add(conversation, role, fields = {}, parent = conversation.leaf) {
-  conversation.turns.push({ parent, role, text: "", thoughts: "", calls: [], files: [], told: "", kind: "", ...fields });
+export function add(conversation, role, fields = {}) {
+  conversation.turns.push({ parent: conversation.leaf, role, text: "", thoughts: "", calls: [], files: [], told: "", kind: "", ...fields });
   conversation.leaf = conversation.turns.length - 1;
   follow(conversation, conversation.leaf);
   conversation.changed = Date.now();

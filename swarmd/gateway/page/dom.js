@@ -1,7 +1,12 @@
 // Elements without a framework: h("p", {class: "dim"}, "text", child). Text is always text, never markup.
 
-export function h(name, attributes = {}, ...children) {
-  const element = document.createElement(name);
+export const h = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+
+// The same for SVG.
+export const s = (name, attributes = {}, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+
+function fill(element, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (value === true) element.setAttribute(key, "");
@@ -15,12 +20,20 @@ export function button(text, onclick, attributes = {}) {
   return h("button", { type: "button", onclick, ...attributes }, text);
 }
 
-// The same for SVG.
-export function s(name, attributes = {}, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) if (value != null && value !== false) element.setAttribute(key, value);
-  for (const child of children.flat(Infinity)) if (child != null && child !== false) element.append(child);
-  return element;
+// A table that scrolls by itself where there is little room. ``rows``: what stands in their cells, the first one a head.
+export function table(label, heads, rows) {
+  const body = rows.map(([first, ...cells]) => h("tr", {}, h("th", { scope: "row" }, first), cells.map((cell) => h("td", {}, cell))));
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, h("table", {},
+    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, body)));
+}
+
+// What an act on the browser's own storage gives; null where a browser keeps nothing at all.
+export function stored(act) {
+  try {
+    return act();
+  } catch {
+    return null;
+  }
 }
 
 export function number(value, digits = 3) {

@@ -1,7 +1,7 @@
 // What this machine gives, and to how many; what its owner can tell it to do.
 
 import { ask, hasToken } from "./api.js";
-import { h, number } from "./dom.js";
+import { h, number, table } from "./dom.js";
 import { plot } from "./plot.js";
 
 const KEYS_EVERY_MS = 10_000; // what keys used is counted in a file
@@ -59,12 +59,10 @@ function drawKeys(keys) {
   const of = (used, limit) => used.toLocaleString("en") + (limit ? ` of ${limit.toLocaleString("en")}` : "");
   const tokens = (used) => used.prompt + used.generated;
   const heads = ["key", "models", "ends", "requests today", "tokens today", "tokens ever"];
-  const rows = keys.map((key) => h("tr", {}, h("th", { scope: "row" }, key.name), h("td", {}, key.models.join(", ") || "all"),
-    h("td", {}, key.ends_at ? new Date(1000 * key.ends_at).toLocaleDateString() : "never"),
-    h("td", {}, of(key.today.requests, key.limits.requests_day)), h("td", {}, of(tokens(key.today), key.limits.tokens_day)),
-    h("td", {}, of(tokens(key.ever)))));
-  return h("section", {}, h("h2", {}, "API keys"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "API keys" },
-    h("table", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows))));
+  const rows = keys.map((key) => [key.name, key.models.join(", ") || "all",
+    key.ends_at ? new Date(1000 * key.ends_at).toLocaleDateString() : "never",
+    of(key.today.requests, key.limits.requests_day), of(tokens(key.today), key.limits.tokens_day), of(tokens(key.ever))]);
+  return h("section", {}, h("h2", {}, "API keys"), table("API keys", heads, rows));
 }
 
 // Places in seconds as minutes before now.

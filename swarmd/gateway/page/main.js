@@ -2,6 +2,7 @@
 
 import { events, NeedsKey, useKey } from "./api.js";
 import { chat } from "./chat.js";
+import { stored } from "./dom.js";
 import { machine } from "./machine.js";
 import { swarm } from "./swarm.js";
 import { training } from "./training.js";
@@ -67,7 +68,7 @@ document.getElementById("theme").addEventListener("click", () => {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
   document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
-  kept((storage) => storage.setItem("swarmd-theme", document.documentElement.dataset.theme));
+  stored(() => localStorage.setItem("swarmd-theme", document.documentElement.dataset.theme));
 });
 document.getElementById("skip").addEventListener("click", (event) => {
   event.preventDefault(); // its address would be that of a view
@@ -77,14 +78,7 @@ key.addEventListener("submit", (event) => {
   event.preventDefault();
   useKey(key.querySelector("input").value.trim());
 });
-function kept(act) {
-  try {
-    return act(localStorage);
-  } catch { // a browser may keep nothing at all
-    return null;
-  }
-}
-const theme = kept((storage) => storage.getItem("swarmd-theme"));
+const theme = stored(() => localStorage.getItem("swarmd-theme"));
 if (theme) document.documentElement.dataset.theme = theme;
 addEventListener("hashchange", show);
 show();

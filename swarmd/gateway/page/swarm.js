@@ -1,7 +1,7 @@
 // Who serves which blocks: a picture of what happens now, and a map with a row for each peer and a column for each block,
 // states by shape, colour and in words.
 
-import { h, number } from "./dom.js";
+import { h, number, table } from "./dom.js";
 import { picture } from "./picture.js";
 
 const SHAPES = { online: "●", joining: "◐", draining: "◑" };
@@ -66,16 +66,13 @@ function map(model, data, flows, update) {
 
 function peers(data, update) {
   const found = data.peers.filter(fits);
-  const rows = found.slice(0, wanted).map((peer) => h("tr", {},
-    h("th", { scope: "row" }, peer.label + (peer.is_here ? " (here)" : "")),
-    h("td", {}, peer.device), h("td", {}, `${number(peer.memory_gib)} GiB`),
-    h("td", {}, peer.up_mbit == null ? "unknown" : `${number(peer.up_mbit)} / ${number(peer.down_mbit)}`),
-    h("td", {}, peer.spans.map((s) => number(s.tokens_per_s)).join(", ") || "–"),
-    h("td", {}, String(peer.version)), h("td", {}, ago(peer.seen_at))));
+  const rows = found.slice(0, wanted).map((peer) => [
+    peer.label + (peer.is_here ? " (here)" : ""), peer.device, `${number(peer.memory_gib)} GiB`,
+    peer.up_mbit == null ? "unknown" : `${number(peer.up_mbit)} / ${number(peer.down_mbit)}`,
+    peer.spans.map((s) => number(s.tokens_per_s)).join(", ") || "–", String(peer.version), ago(peer.seen_at)]);
   const heads = ["peer", "device", "memory", "Mbit/s up / down", "tokens/s", "version", "last heard of"];
   return h("section", {}, h("h2", {}, `${found.length} of ${data.n_peers} peers`),
-    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Peers" }, h("table", {},
-      h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, ...rows))),
+    table("Peers", heads, rows),
     more(found.length, update));
 }
 

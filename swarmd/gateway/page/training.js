@@ -1,6 +1,6 @@
 // Runs that this machine knows of: how far they are, who takes part, how the loss goes.
 
-import { bytes, h, number } from "./dom.js";
+import { bytes, h, number, table } from "./dom.js";
 import { plot } from "./plot.js";
 
 export function training(news) {
@@ -57,10 +57,8 @@ function round(last) {
 
 function others(peers, label) {
   const heads = ["peer", "role", "update", "samples/s", "doing"];
-  const rows = peers.map((peer) => h("tr", {}, h("th", { scope: "row" }, label(peer.peer)), h("td", {}, peer.role),
-    h("td", {}, String(peer.update)), h("td", {}, number(peer.samples_per_s)), h("td", {}, peer.status)));
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Other members" }, h("table", {},
-    h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, ...rows)));
+  const rows = peers.map((peer) => [label(peer.peer), peer.role, String(peer.update), number(peer.samples_per_s), peer.status]);
+  return table("Other members", heads, rows);
 }
 
 const count = (n, what) => `${number(n, 6)} ${what}${n === 1 ? "" : "s"}`;
