@@ -97,8 +97,8 @@ class GatewayConfig:
     """The table ``[gateway]``: ``on`` has the daemon start one. ``listen`` is HOST:PORT.
 
     ``hosts`` are names that it is called by beside those of this machine, ``origins`` pages that may ask it (both
-    comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn. ``head`` "int8" computes
-    the models' heads in 8 bits. ``names``, a table of its own, has a model of the swarm for each name that programs ask
+    comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn. A conversation's
+    caches are kept for ``kept_minutes`` where memory allows. ``head`` "int8" computes the models' heads in 8 bits. ``names``, a table of its own, has a model of the swarm for each name that programs ask
     for; "*" stands for any other.
     """
 
@@ -108,6 +108,7 @@ class GatewayConfig:
     origins: str = ""
     running: int = 16
     waiting: int = 64
+    kept_minutes: float = 60.0
     head: str = "own"
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -222,6 +223,8 @@ class Config:
             raise ConfigError(f"metrics is HOST:PORT of this machine, such as 127.0.0.1:9417, not {self.metrics!r}")
         if self.gateway.running < 1 or self.gateway.waiting < 0:
             raise ConfigError("gateway.running is at least 1, and gateway.waiting not negative")
+        if not 0 <= self.gateway.kept_minutes < float("inf"):
+            raise ConfigError(f"gateway.kept_minutes cannot be negative or infinite, got {self.gateway.kept_minutes}")
         _check_choice("gateway.head", self.gateway.head, HEADS)
         _check_policy(self.policy)
         if self.tuning_share > 1:

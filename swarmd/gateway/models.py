@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts, has_template
 from swarmd.client.text.tokenizer_trial import try_out
 from swarmd.compute.model.ends import Ends
+from swarmd.config import GatewayConfig
 from swarmd.errors import ConfigError, NoRoute, SwarmError
 from swarmd.gateway.apis import refusals
 from swarmd.gateway.generation.engine import GenerationEngine
@@ -47,21 +47,21 @@ LATEST = ":latest"  # which programs that know Ollama write behind names
 
 
 class ServedModels:
-    """Finds and loads; engines run in the nursery that is given. ``head`` and ``names``: see GatewayConfig."""
+    """Finds and loads; engines run in the nursery that is given."""
 
     def __init__(
         self,
         swarm: AsyncSwarm,
         turns: Turns,
         nursery: trio.Nursery,
-        head: str,
-        names: Mapping[str, str],
+        settings: GatewayConfig,
     ) -> None:
-        self._names = names
+        self._names = settings.names
+        self._kept_for_s = 60 * settings.kept_minutes
         self._swarm = swarm
         self._turns = turns
         self._nursery = nursery
-        self._head = head
+        self._head = settings.head
         self._engines: dict[tuple[ModelId, str], GenerationEngine] = {}
         self._loading: dict[ModelId, trio.Lock] = {}
         self._chats: dict[ModelId, bool] = {}
@@ -162,6 +162,6 @@ class ServedModels:
         # Checks are of this model alone: what was found of another's logits says nothing of it.
         head = HeadThread(ends, head_source if isinstance(head_source, HeadChecks) else None)
         options = SessionOptions(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
-        engine = GenerationEngine(self._swarm, options, head, tokenizer, Prompts(folder), self._turns)
+        engine = GenerationEngine(self._swarm, options, head, tokenizer, Prompts(folder), self._turns, self._kept_for_s)
         await self._nursery.start(engine.run)
         return engine

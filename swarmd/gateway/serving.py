@@ -60,7 +60,7 @@ async def serve(
     async with join_swarm(membership(None, folder)) as swarm, trio.open_nursery() as nursery:
         machine = Machine(folder)
         nursery.start_soon(machine.run)
-        models = ServedModels(swarm, turns, nursery, settings.head, settings.names)
+        models = ServedModels(swarm, turns, nursery, settings)
         nursery.start_soon(models.prepare)
         quotas = Quotas(keys.limits_of, UsageFile(folder), time.time)
         gateway = Gateway(models, guard, turns, origins, Page(swarm, models, machine), quotas)

@@ -224,7 +224,7 @@ async def played_gateway(
     turns = Turns(n_running, 8, 8)
     keys = Keys(folder)
     prompts: Any = PlayedPrompts(made, folder, template)
-    engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns)  # type: ignore[arg-type]  # a swarm of its kind
+    engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns, kept_for_s=600.0)  # type: ignore[arg-type]  # a swarm of its kind
     models: Any = PlayedModels(engine)
     nobody: Any = None
     guard = Guard(keys, (), origins, "token", True, clock)

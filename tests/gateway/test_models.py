@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from swarmd.client.text import prompts, tokenizer_trial
+from swarmd.config import GatewayConfig
 from swarmd.errors import ConfigError, SwarmUnavailable
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.generation.turns import Turns
@@ -47,7 +48,7 @@ class OneModel:
 
 
 async def prepared(folder: Path, nursery: trio.Nursery) -> ServedModels:
-    models = ServedModels(OneModel(folder), Turns(1, 1, 1), nursery, "own", {})  # type: ignore[arg-type]  # a swarm of its kind
+    models = ServedModels(OneModel(folder), Turns(1, 1, 1), nursery, GatewayConfig())  # type: ignore[arg-type]  # a swarm of its kind
     await models.prepare()
     return models
 
@@ -70,7 +71,7 @@ async def test_whether_a_model_can_chat_is_told_by_its_files(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     async with trio.open_nursery() as nursery:
-        models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own", {})  # type: ignore[arg-type]  # a swarm of its kind
+        models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, GatewayConfig())  # type: ignore[arg-type]  # a swarm of its kind
         assert [listed.chats for listed in models.list_models()] == [chats]
 
 
@@ -78,7 +79,7 @@ async def test_whether_a_model_can_chat_is_told_by_its_files(
 async def test_other_names_stand_for_models_and_no_model_for_another(tmp_path: Path) -> None:
     async with trio.open_nursery() as nursery:
         names = {"demo": "another", "gpt-5": "demo", "*": "big"}
-        models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, "own", names)  # type: ignore[arg-type]  # a swarm of its kind
+        models = ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, GatewayConfig(names=names))  # type: ignore[arg-type]  # a swarm of its kind
         assert [models.identify(asked) for asked in ("demo", "demo:latest", "gpt-5:latest", "x")] == [MODEL] * 3 + [
             "big"
         ]

@@ -473,6 +473,28 @@ async def test_an_answer_that_gets_no_larger_session_ends_and_is_not_lost(
         assert choice["text"]
 
 
+async def test_where_servers_are_full_the_older_half_of_the_kept_sessions_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with played_gateway(tmp_path) as played:
+        for word in ("One", "Two", "Three"):
+            await played.post("/v1/completions", prompt=f"{word} two three", max_tokens=4, temperature=0)
+        assert played.engine.n_kept == 3
+        open_session = played.swarm.open_session
+        refused: list[Any] = []
+
+        async def open_second_time(terms: Any) -> Any:
+            if not refused:
+                refused.append(terms)
+                raise Refused(Code.NO_CAPACITY, "servers are full")
+            return await open_session(terms)
+
+        monkeypatch.setattr(played.swarm, "open_session", open_second_time)
+        answer = await played.post("/v1/completions", prompt="Four two three", max_tokens=4, temperature=0)
+        assert answer.status_code == 200
+        assert played.engine.n_kept == 2, "one of three, and the new one"
+
+
 async def test_what_another_key_asked_before_is_not_told(tmp_path: Path) -> None:
     async with played_gateway(tmp_path) as played:
         keys = {name: played.keys.add(name) for name in ("a", "b")}

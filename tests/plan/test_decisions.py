@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmd.errors import Code, ConfigError, NoRoute, Refused
-from swarmd.plan.chains.cache_admission import CacheLedger
+from swarmd.plan.chains.cache_admission import SILENT_S, CacheLedger
 from swarmd.plan.chains.codec import choose_codec
 from swarmd.plan.chains.memory import blocks_that_fit, loaded_bits, tensor_bytes
 from swarmd.plan.chains.placement import (
@@ -354,13 +354,33 @@ def test_promises_shrink_to_what_is_used_when_others_ask() -> None:
     ledger, big, small = CacheLedger(100_000), (b"1", 0), (b"2", 0)
     ledger.reserve(big, b"a", 100_000)
     ledger.use(big, 5_000, 0.0)
-    assert ledger.room_tokens == 50_000
+    assert ledger.room_tokens(0.0) == 50_000
     assert ledger.reserve(small, b"b", 40_000) == []
     assert ledger.free_tokens == 0
     assert ledger.use(big, 50_000, 1.0) == [], "the other one uses nothing of its promise yet, and gives some back"
     with pytest.raises(Refused, match="a fair share is 50000"):
         ledger.use(big, 45_000, 2.0)
     assert ledger.use(small, 30_000, 3.0) == []
+
+
+def test_who_was_silent_for_long_gives_way_to_anybody() -> None:
+    """Though they stay within their share, and one by one; a refusal ends nobody."""
+    ledger = CacheLedger(1_000)
+    keys = [(bytes([n]), 0) for n in range(3)]
+    for at, key in enumerate(keys):
+        ledger.reserve(key, bytes([at]), 300, float(at))
+        ledger.use(key, 300, float(at))
+    now = SILENT_S + 1.5  # the first and the second were silent for longer
+    assert ledger.room_tokens(SILENT_S) == 100
+    assert ledger.room_tokens(now) == 700
+    with pytest.raises(Refused, match="701 cache tokens asked for"):
+        ledger.reserve((b"n", 0), b"new", 701, now)
+    assert ledger.free_tokens == 100
+    assert ledger.reserve((b"n", 0), b"new", 350, now) == [keys[0]]
+    assert ledger.use(keys[1], 0, now) == []
+    assert ledger.room_tokens(now) < 200, "who comes back is silent no more"
+    assert ledger.reserve((b"n", 0), b"new", 400, now) == []
+    assert ledger.free_tokens == 0
 
 
 def test_who_uses_more_than_a_fair_share_gives_way() -> None:

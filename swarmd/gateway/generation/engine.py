@@ -55,7 +55,9 @@ class GenerationEngine:
         tokenizer: Tokenizer,
         prompts: Prompts,
         turns: Turns,
+        kept_for_s: float,
     ) -> None:
+        self._kept_for_s = kept_for_s
         self.head = head
         self.ends = head.ends
         self.tokenizer = tokenizer
@@ -243,15 +245,15 @@ class GenerationEngine:
         return tokens, work.embedded
 
     async def _open_session(self, room: int) -> ChainSession:
-        """Open a session; where servers are full, once more without those that are kept."""
+        """Open a session; where servers are full, again with fewer of those that are kept."""
         # Kept sessions hold cache that a new one may need. They are a courtesy; a request that waits is not.
-        try:
-            return await self._swarm.open_session(self._options_for(room))
-        except SwarmError:
-            if not self._kept:
-                raise
-            await self._give_back(self._kept)
-            return await self._swarm.open_session(self._options_for(room))
+        while True:
+            try:
+                return await self._swarm.open_session(self._options_for(room))
+            except SwarmError:
+                if not self._kept:
+                    raise
+            await self._give_back(keeping.choose_older_half(self._kept))
 
     def _make_row(
         self, session: ChainSession, room: int, options: AnswerOptions, tokens: tuple[int, ...] = ()
@@ -265,7 +267,7 @@ class GenerationEngine:
         return replace(self._options, max_tokens=max_tokens, quantize=kind)
 
     async def _sweep(self) -> None:
-        await self._give_back(keeping.choose_expired(self._kept, trio.current_time()))
+        await self._give_back(keeping.choose_expired(self._kept, trio.current_time(), self._kept_for_s))
 
     async def _give_back(self, expired: list[KeptSession]) -> None:
         """End sessions, all at once: one whose servers are gone takes as long as it takes to be sure."""

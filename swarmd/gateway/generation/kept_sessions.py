@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-KEPT_FOR_S = 300.0  # half of what a server grants a silent session
 MOST_KEPT = 16  # of one model: each holds room for its tokens on every server of its chain
 LEAST_SHARED = 8  # tokens: fewer are prefilled as fast as a session is cropped
 FIRST_TOKENS = 2_048  # of an answer are reserved at first, however long it may become
@@ -76,10 +75,10 @@ def choose_session(
     return chosen, n_shared
 
 
-def choose_expired(sessions: Sequence[KeptSession], now: float) -> list[KeptSession]:
+def choose_expired(sessions: Sequence[KeptSession], now: float, kept_for_s: float) -> list[KeptSession]:
     """Choose those to give back: too old, and of too many the oldest of the key that has most of them."""
-    expired = [session for session in sessions if now - session.since_s > KEPT_FOR_S]
-    young = [session for session in sessions if now - session.since_s <= KEPT_FOR_S]
+    expired = [session for session in sessions if now - session.since_s > kept_for_s]
+    young = [session for session in sessions if now - session.since_s <= kept_for_s]
     young.sort(key=lambda session: session.since_s)
     while len(young) > MOST_KEPT:
         n_of_key = Counter(session.key for session in young)
@@ -87,3 +86,9 @@ def choose_expired(sessions: Sequence[KeptSession], now: float) -> list[KeptSess
         young.remove(oldest)
         expired.append(oldest)
     return expired
+
+
+def choose_older_half(sessions: Sequence[KeptSession]) -> list[KeptSession]:
+    """Choose those to give back where a server has no room for another one: one at least, if there is any."""
+    by_age = sorted(sessions, key=lambda session: session.since_s)
+    return by_age[: -(-len(by_age) // 2)]

@@ -187,7 +187,8 @@ class Deployment:
     @property
     def load(self) -> ServerLoad:
         """How full it is now."""
-        return ServerLoad(self.server.ledger.room_tokens, self.server.sessions.n_decoding(trio.current_time()))
+        now = trio.current_time()
+        return ServerLoad(self.server.ledger.room_tokens(now), self.server.sessions.n_decoding(now))
 
     def _tell_news(self) -> None:
         """Room or load may be other than what was announced: tell when that is worth it."""

@@ -203,7 +203,7 @@ class Prober:
         b, n, _ = shown.entered.shape
         try:
             server = self._server_of(mine)
-            if b * n > server.ledger.room_tokens:
+            if b * n > server.ledger.room_tokens(trio.current_time()):
                 raise Refused(Code.NO_CAPACITY, f"no room for {b * n} tokens now", AGAIN_S)
             own_output = await server.recompute.compute(shown.span, shown.entered)
         except (SwarmUnavailable, PeerTimeout) as error:

@@ -134,7 +134,7 @@ class Server:
     def snapshot(self) -> ServerStatus:
         return ServerStatus(
             sessions=len(self.sessions.hops),
-            free_cache_tokens=self.ledger.room_tokens,
+            free_cache_tokens=self.ledger.room_tokens(trio.current_time()),
             total_cache_tokens=self.ledger.total_tokens,
             tokens_served=self._tokens_served,
             tokens_reused=self._worker.n_reused,

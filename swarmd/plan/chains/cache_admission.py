@@ -2,7 +2,8 @@
 
 A session is promised what it asks for while there is room. When a client asks for more than is free, promises shrink to
 what their sessions use. If that is not enough, sessions of clients that use more than a fair share end, idle ones
-first, then the newest; their clients replay them elsewhere. No client gets more than a fair share that way.
+first, then the newest; their clients replay them elsewhere. No client gets more than a fair share that way. Before all
+that go sessions that were silent for long: they are kept as long as nobody needs their room.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ RETRY_AFTER_S = 10.0  # a short generation has ended by then
 MAX_SESSIONS_PER_PEER = 64  # each costs bookkeeping, however small it is
 SLACK_TOKENS = 256  # left to a session beyond what it uses: the next steps do not ask again
 IDLE_S = 10.0  # without an op: a client that decodes, or reads what came, takes less
+SILENT_S = 300.0  # without an op: a person thinks about the next message for less
 
 Key = tuple[bytes, int]
 
@@ -52,6 +54,10 @@ class Promise:
         """What can be taken back while it goes on."""
         return max(0, self.tokens - self.used - SLACK_TOKENS)
 
+    def is_silent(self, now: float) -> bool:
+        """Whether it ends as soon as anybody needs its room."""
+        return now - self.used_at > SILENT_S
+
 
 @dataclass(slots=True)
 class CacheLedger:
@@ -66,13 +72,13 @@ class CacheLedger:
         """What is promised to nobody."""
         return self.total_tokens - sum(p.tokens for p in self._promises.values())
 
-    @property
-    def room_tokens(self) -> int:
+    def room_tokens(self, now: float) -> int:
         """What somebody new could get."""
-        spare = sum(p.spare for p in self._promises.values())
-        owners = {p.owner for p in self._promises.values()}
-        newcomers_share = self.total_tokens // (len(owners) + 1)
-        return max(self.free_tokens, min(self.free_tokens + spare, newcomers_share))
+        promises = [p for p in self._promises.values() if not p.is_silent(now)]
+        free_tokens = self.total_tokens - sum(p.tokens for p in promises)
+        spare = sum(p.spare for p in promises)
+        newcomers_share = self.total_tokens // (len({p.owner for p in promises}) + 1)
+        return max(free_tokens, min(free_tokens + spare, newcomers_share))
 
     def reserve(
         self,
@@ -143,6 +149,32 @@ class CacheLedger:
         """Let others give way to ``n_tokens`` of a client. Raises Refused, and changes nothing, if they need not."""
         n_promised = sum(p.tokens for p in other_promises.values())
         missing = n_tokens - (self.total_tokens - n_promised)
+        silent_keys = _choose_silent(other_promises, missing, now)
+        missing -= sum(self._promises[key].tokens for key in silent_keys)
+        other_promises = {key: p for key, p in other_promises.items() if key not in silent_keys}
+        ending = self._choose_ending(other_promises, client, weight, n_tokens, missing, now)
+        # From here on nothing is refused, so that a refusal changed nothing. Sessions that end give all they had; the
+        # rest comes from promises that go on, the emptiest first, and never from what a session has used.
+        for key in ending:
+            missing -= other_promises.pop(key).tokens
+        for key in (*silent_keys, *ending):
+            del self._promises[key]
+        for promise in sorted(other_promises.values(), key=lambda p: -p.spare):
+            n_taken = min(promise.spare, max(0, missing))
+            promise.tokens -= n_taken
+            missing -= n_taken
+        return [*silent_keys, *ending]
+
+    def _choose_ending(
+        self,
+        other_promises: dict[Key, Promise],
+        client: bytes,
+        weight: float,
+        n_tokens: int,
+        missing: int,
+        now: float,
+    ) -> list[Key]:
+        """Which hops must end, beside what all can spare, for ``n_tokens`` of which some are missing. Raises Refused."""
         if missing <= 0:
             return []
         weights = {p.owner: p.weight for p in other_promises.values()}
@@ -157,28 +189,30 @@ class CacheLedger:
         elif client_tokens + n_tokens > fair[client]:
             ending = None
         else:
-            ending = _choose_ending(other_promises, fair, missing, now)
+            ending = _choose_above_share(other_promises, fair, missing, now)
         if ending is None:
             free = n_tokens - missing
             request = f"{n_tokens} cache tokens asked for, {free} of {self.total_tokens} are free"
             text = f"{request}, a fair share is {fair[client]}"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
-        # From here on nothing is refused, so that a refusal changed nothing. Sessions that end give all they had; the
-        # rest comes from promises that go on, the emptiest first, and never from what a session has used.
-        for key in ending:
-            missing -= self._promises.pop(key).tokens
-        remaining = [p for k, p in other_promises.items() if k not in ending]
-        for promise in sorted(remaining, key=lambda p: -p.spare):
-            n_taken = min(promise.spare, max(0, missing))
-            promise.tokens -= n_taken
-            missing -= n_taken
         return ending
 
     def _max_client_tokens(self) -> int:
         return int(self.total_tokens * MAX_SHARE_PER_PEER)
 
 
-def _choose_ending(
+def _choose_silent(promises: dict[Key, Promise], missing: int, now: float) -> list[Key]:
+    """Which of the hops that were silent for long end for ``missing`` tokens: the longest silent first."""
+    ending: list[Key] = []
+    for key in sorted(promises, key=lambda key: promises[key].used_at):
+        if missing <= 0 or not promises[key].is_silent(now):
+            break
+        ending.append(key)
+        missing -= promises[key].tokens
+    return ending
+
+
+def _choose_above_share(
     promises: dict[Key, Promise],
     fair: dict[bytes, int],
     missing: int,

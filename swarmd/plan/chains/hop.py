@@ -21,7 +21,7 @@ from swarmd.status import HopTimes
 from swarmd.values import Decision, PeerId, Span
 
 N_TIMED = 64  # passes that the times of a hop are medians of
-LEASE_S = 300.0  # a person thinks about the next message for less
+LEASE_S = 7_200.0  # without an op, as long as nobody needs its room (``cache_admission.SILENT_S``)
 ABANDONED_LEASE_S = 60.0  # of a session whose client has no channel here
 UNUSED_LEASE_S = 60.0  # of a session that took no op: room was promised and is not used
 LEAST_WAITING_BYTES = 4 * 2**20  # of a session, however short: some ops may be on their way

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from swarmd.gateway.generation.kept_sessions import (
-    KEPT_FOR_S,
     MOST_KEPT,
     KeptSession,
     choose_expired,
+    choose_older_half,
     choose_room,
     choose_session,
     count_shared,
@@ -57,8 +57,14 @@ def test_of_equals_the_newest() -> None:
 
 def test_old_ones_and_the_oldest_of_too_many_are_given_back() -> None:
     old = kept("old", range(9), since_s=0)
-    many = [kept(str(i), range(9), since_s=KEPT_FOR_S + i) for i in range(MOST_KEPT + 2)]
-    assert choose_expired([old, *many], KEPT_FOR_S + 20) == [old, many[0], many[1]]
+    many = [kept(str(i), range(9), since_s=60.0 + i) for i in range(MOST_KEPT + 2)]
+    assert choose_expired([old, *many], 80.0, kept_for_s=60.0) == [old, many[0], many[1]]
+
+
+def test_a_server_without_room_is_given_back_the_older_half() -> None:
+    five = [kept(str(i), range(9), since_s=i) for i in (3, 1, 5, 2, 4)]
+    assert [session.session for session in choose_older_half(five)] == ["1", "2", "3"]
+    assert choose_older_half(five[:1]) == five[:1]
 
 
 def test_what_two_have_in_common() -> None:
@@ -78,4 +84,4 @@ def test_another_keys_session_is_none() -> None:
 def test_who_keeps_most_gives_back_first() -> None:
     few = [KeptSession(f"few {i}", (1,), 1_000, 0.0, "few") for i in range(2)]
     many = [KeptSession(f"many {i}", (1,), 1_000, 10.0 + i, "many") for i in range(MOST_KEPT)]
-    assert choose_expired([*few, *many], 40.0) == many[:2], "though the other key's are older"
+    assert choose_expired([*few, *many], 40.0, kept_for_s=60.0) == many[:2], "though the other key's are older"
