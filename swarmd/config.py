@@ -97,9 +97,9 @@ class GatewayConfig:
     """The table ``[gateway]``: ``on`` has the daemon start one. ``listen`` is HOST:PORT.
 
     ``hosts`` are names that it is called by beside those of this machine, ``origins`` pages that may ask it (both
-    comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn. A conversation's
-    caches are kept for ``kept_minutes`` where memory allows. ``head`` "int8" computes the models' heads in 8 bits. ``names``, a table of its own, has a model of the swarm for each name that programs ask
-    for; "*" stands for any other.
+    comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn. A conversation's caches
+    are kept for ``kept_minutes`` where memory allows. ``head`` "int8" computes the models' heads in 8 bits. ``names``,
+    a table of its own, has a model of the swarm for each name that programs ask for; "*" stands for any other.
     """
 
     on: bool = False

@@ -313,7 +313,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "serving": {"machine", "members", "worker"},
     },
     "plan": {"links": set(), "chains": {"links"}, "owner": {"links"}, "runs": set(), "trust": set()},
-    "gateway": {"generation": set(), "apis": {"generation"}},
+    "gateway": {"generation": set(), "apis": {"generation"}, "batches": {"apis"}},
     "protocol": {
         "membership": set(),
         "models": set(),

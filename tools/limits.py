@@ -25,8 +25,8 @@ reasons in the source.
 """
 SEEN: dict[str, dict[str, str]] = {
     "By programs that ask the gateway": {
-        "gateway.guard.MOST_BODY_BYTES": "a larger request is answered with 413",
-        "gateway.guard.BODY_WITHIN_S": "a request that comes more slowly is answered with 408",
+        "gateway.apis.body.MOST_BODY_BYTES": "a larger request is answered with 413",
+        "gateway.apis.body.BODY_WITHIN_S": "a request that comes more slowly is answered with 408",
         "gateway.serving.REQUEST_WITHIN_S": "a connection without a whole request head is closed",
         "gateway.apis.schema.MAX_MESSAGES": "more messages are answered with 400",
         "gateway.apis.schema.MAX_TOOLS": "more tools are answered with 400",

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from swarmd.errors import ConfigError
 from swarmd.gateway.apis import anthropic, completions, embeddings, ollama, openai, refusals, responses, schema, tokens
+from swarmd.gateway.apis.body import read_body
 from swarmd.gateway.apis.openapi import openapi
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.apis.skipped import HEADER, Skipped
@@ -29,11 +30,15 @@ from swarmd.gateway.apis.streams import (
     run_while_connected,
 )
 from swarmd.gateway.apis.talk import GenerationRequest, PreparedRequest, make_prompt, prepare_request
+from swarmd.gateway.batches.batch import BatchRequest
+from swarmd.gateway.batches.routes import batch_routes
+from swarmd.gateway.batches.runner import Batches
+from swarmd.gateway.batches.store import BatchStore
 from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.metrics import Metrics
-from swarmd.gateway.generation.quotas import Quotas, QuotaUsedUp
+from swarmd.gateway.generation.quotas import Quotas
 from swarmd.gateway.generation.turns import Turns
-from swarmd.gateway.guard import Guard, read_body
+from swarmd.gateway.guard import Guard
 from swarmd.gateway.keys import describe_keys
 from swarmd.gateway.models import ListedModel, ServedModels
 from swarmd.gateway.page import Page
@@ -140,7 +145,7 @@ FORMS = {
 HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 MOST_HEADERS = 64  # that a page may ask to send
 ALLOWED_HEADERS = ("authorization", "content-type", "x-api-key")  # where it does not say which
-POSTS = (*FORMS, COUNT, *VECTORS, "/tokenize", "/detokenize", "/api/show", "/api/pull")
+POSTS = (*FORMS, COUNT, *VECTORS, "/tokenize", "/detokenize", "/api/show", "/api/pull", "/v1/files", "/v1/batches")
 GETS = (
     *("/v1/models", "/health", "/metrics", "/openapi.json", "/tokenizer_info"),
     *("/api/tags", "/api/ps", "/api/version"),
@@ -158,8 +163,11 @@ class Gateway:
         origins: tuple[str, ...],
         page: Page,
         quotas: Quotas,
+        store: BatchStore,
+        n_batched: int,
     ) -> None:
         self.quotas = quotas
+        self.batches = Batches(store, self._answer_unseen, n_batched, quotas.clock)
         self.models = models
         self.page = page
         self.guard = guard
@@ -189,6 +197,10 @@ class Gateway:
                 self._route("/api/version", self._tell_version),
                 self._route("/api/show", self._show_for_ollama, "POST"),
                 self._route("/api/pull", self._pull, "POST"),
+                *(
+                    Route(path, self._guarded(handler), methods=[*methods, "OPTIONS"])
+                    for path, methods, handler in batch_routes(self.batches)
+                ),
                 self._route("/openapi.json", self._describe),
                 self._route("/", self.page.file),
                 self._route("/page/files/{name:path}", self.page.file),
@@ -291,7 +303,11 @@ class Gateway:
         async def say_so(emit: Emit) -> None:
             await emit.send_line({"status": "success"})
 
-        return LineStream(say_so, ollama.emit_error) if body.stream else json_response({"status": "success"})
+        return (
+            LineStream(say_so, ollama.emit_error, ollama.format_error)
+            if body.stream
+            else json_response({"status": "success"})
+        )
 
     def _allowed_models(self, key: str) -> list[ListedModel]:
         allowed = {self.models.identify(name) for name in self.guard.models_of(key)}
@@ -301,12 +317,30 @@ class Gateway:
         kinds = {path: form.request for path, form in FORMS.items()}
         helpers: dict[str, type[Any]] = {"/tokenize": tokens.TokenizeRequest, "/detokenize": tokens.DetokenizeRequest}
         vectors = {path: form.request for path, form in VECTORS.items()}
-        return json_response(openapi({**kinds, COUNT: anthropic.MessagesRequest, **vectors, **helpers}))
+        kinds |= {COUNT: anthropic.MessagesRequest, "/v1/batches": BatchRequest}
+        return json_response(openapi({**kinds, **vectors, **helpers}))
 
     async def _nothing_here(self, request: Request, key: str) -> Response:
         raise explain_missing_path(request.method, request.url.path)
 
     # --- answers -----------------------------------------------------------------------------------------------
+
+    async def _answer_unseen(self, path: str, key: str, content: bytes) -> dict[str, Any]:
+        """Answer a request that nobody waits for. Raises ApiError."""
+        self.guard.require(key)
+        skipped = Skipped()
+        if path in VECTORS:
+            vectors = VECTORS[path]
+            body = schema.decode_request(content, vectors.request, skipped)
+            engine = await self._load_for(key, body.model or self.models.only_model())
+            self._admit(key)
+            return await vectors.answer(engine, body, key, self.quotas)
+        form = FORMS[path]
+        body = schema.decode_request(content, form.request, skipped)
+        self._require_model(key, body.model)
+        requests = form.parse(body, key, skipped)
+        self._admit(key)
+        return await form.answer(await self._prepare_all(requests), body)
 
     async def _answer(self, request: Request, key: str, form: ApiForm) -> Response:
         skipped = Skipped()
@@ -318,9 +352,17 @@ class Gateway:
             return json_response(ollama.answer_empty(body))
         requests = form.parse(body, key, skipped)
         self._admit(key)
-        prepared_requests = await self._prepare_all(request, requests)
+        prepared_requests: list[PreparedRequest] = []
+
+        async def prepare() -> None:
+            prepared_requests.extend(await self._prepare_all(requests))
+
+        # Loading goes on though the client has gone: the model is there for the next one, too.
+        await self.models.load_engine(body.model)
+        await run_while_connected(request.receive, prepare)
         if body.stream:
-            return form.streams(lambda emit: form.stream(prepared_requests, body, emit), form.fail, skipped.headers)
+            produce = partial(form.stream, prepared_requests, body)
+            return form.streams(produce, form.fail, form.refuse, skipped.headers)
         return WholeAnswer(lambda: form.answer(prepared_requests, body), form.refuse, skipped.headers)
 
     async def _measure(self, request: Request, key: str, form: VectorForm) -> Response:
@@ -331,27 +373,19 @@ class Gateway:
         self._admit(key)
         return WholeAnswer(lambda: form.answer(engine, body, key, self.quotas), form.refuse, skipped.headers)
 
-    async def _prepare_all(self, request: Request, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
-        """Prepare what one request asks for, as long as its client is connected. Raises ApiError."""
-        # Loading goes on though the client has gone: the model is there for the next one, too.
+    async def _prepare_all(self, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
+        """Prepare what one request asks for. Raises ApiError."""
         engine = await self.models.load_engine(requests[0].model)
-        prepared_requests: list[PreparedRequest] = []
-
-        async def prepare_each() -> None:
-            for generation_request in requests:
-                generation_request = replace(generation_request, model=self.models.meant(generation_request.model))
-                prepared = await prepare_request(engine, generation_request, self.metrics, self.quotas)
-                prepared_requests.append(prepared)
-
-        await run_while_connected(request.receive, prepare_each)
+        prepared_requests = []
+        for generation_request in requests:
+            meant = replace(generation_request, model=self.models.meant(generation_request.model))
+            prepared_requests.append(await prepare_request(engine, meant, self.metrics, self.quotas))
         return prepared_requests
 
     def _admit(self, key: str) -> None:
         """Count a request. Raises ApiError for one too many."""
-        try:
+        with refusals.as_api_errors():
             self.quotas.admit(key)
-        except QuotaUsedUp as error:
-            raise refusals.quota_used_up(error) from None
 
     async def _load_for(self, key: str, name: str) -> GenerationEngine:
         """The engine of a model that a key is for. Raises ApiError."""
@@ -429,7 +463,7 @@ def allow_origin(response: Response, request: Request) -> None:
     named = [name for name in names if HEADER_NAME.fullmatch(name)][:MOST_HEADERS]
     response.headers["access-control-allow-origin"] = request.headers["origin"]
     response.headers["access-control-allow-headers"] = ", ".join(named or ALLOWED_HEADERS)
-    response.headers["access-control-allow-methods"] = "GET, POST"
+    response.headers["access-control-allow-methods"] = "GET, POST, DELETE"
     response.headers["access-control-expose-headers"] = f"retry-after, {HEADER}"
     response.headers["vary"] = "origin"
 

@@ -1,4 +1,4 @@
-"""Who is let in: the right host, a key where one is needed, JSON of bounded size. Before anything is decoded.
+"""Who is let in: the right host, a key where one is needed. Before anything is read.
 
 A page of somebody else's reaches loopback through the user's browser: by another origin (its POST of plain text needs
 no consent, ours of JSON does, and none is given), or by a name that points here (rebinding: the Host is not ours).
@@ -11,15 +11,11 @@ import ipaddress
 import time
 from collections.abc import Callable
 
-import trio
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from swarmd.gateway.apis.refusals import ApiError, bad_request
-from swarmd.gateway.keys import Keys
+from swarmd.gateway.apis.refusals import ApiError
+from swarmd.gateway.keys import ApiKey, Keys
 
-MOST_BODY_BYTES = 8 * 2**20  # of a request: a context of a million tokens is half of it
-MOST_DISCARDED_BYTES = 8 * MOST_BODY_BYTES  # are read of a larger one: who still sends does not hear why it is refused
-BODY_WITHIN_S = 60.0  # for all of it: 8 MiB over 1 Mbit/s
 LOCAL_NAMES = ("localhost",)
 OPEN_PATHS = ("/", "/health")
 OPEN_FOLDER = "/page/files/"
@@ -65,10 +61,8 @@ class Guard:
         if presented_key and hmac.compare_digest(presented_key.encode(), self._token.encode()):
             return ""
         key = self.keys.whose(presented_key) if presented_key and not needs_token else None
-        if key is not None and key.ends_at and key.ends_at <= self._clock():
-            ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.ends_at))
-            raise ApiError(401, "authentication_error", f"this key ended on {ended}", None, "invalid_api_key")
         if key is not None:
+            self._require_current(key)
             return key.name
         if self._is_local and not self.keys.all() and not needs_token:
             return ""
@@ -78,6 +72,20 @@ class Guard:
         if presented_key:
             reason = "this key is not known"
         raise ApiError(401, "authentication_error", reason, None, "invalid_api_key")
+
+    def require(self, name: str) -> None:
+        """Refuse what is done for a key that was taken back, or has ended, meanwhile. Raises ApiError."""
+        if not name:
+            return
+        key = self.keys.named(name)
+        if key is None:
+            raise ApiError(401, "authentication_error", "this key was taken back", None, "invalid_api_key")
+        self._require_current(key)
+
+    def _require_current(self, key: ApiKey) -> None:
+        if key.ends_at and key.ends_at <= self._clock():
+            ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.ends_at))
+            raise ApiError(401, "authentication_error", f"this key ended on {ended}", None, "invalid_api_key")
 
     def models_of(self, name: str) -> tuple[str, ...]:
         """The models that a key is for, by the key's name; none is all."""
@@ -111,30 +119,3 @@ def _explain_foreign_host(host: str) -> str:
 def _read_key(request: Request) -> str:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-
-
-async def read_body(request: Request) -> bytes:
-    """Read the body, bounded as it comes. Raises ApiError."""
-    # A client that still sends does not read: refused in the middle, it would never hear why. So a body that is too
-    # large is read on and thrown away, but not without an end.
-    kind, _, _ = request.headers.get("content-type", "").partition(";")
-    kind = kind.strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "invalid_request_error", f"expected Content-Type: application/json, not {kind[:64]!r}")
-    body = bytearray()
-    n_bytes = 0
-    try:
-        with trio.fail_after(BODY_WITHIN_S):
-            async for part in request.stream():
-                n_bytes += len(part)
-                if n_bytes <= MOST_BODY_BYTES:
-                    body += part
-                elif n_bytes > MOST_DISCARDED_BYTES:
-                    break
-    except trio.TooSlowError:
-        raise ApiError(408, "invalid_request_error", f"the body did not come within {BODY_WITHIN_S:.0f} s") from None
-    except ClientDisconnect:
-        raise bad_request("the client has gone") from None
-    if n_bytes > MOST_BODY_BYTES:
-        raise ApiError(413, "invalid_request_error", f"a request has at most {MOST_BODY_BYTES >> 20} MiB")
-    return bytes(body)

@@ -135,15 +135,12 @@ class ServedModels:
         # numbers are others; then it is loaded once more, and the old engine serves its requests to the end.
         async with self._loading.setdefault(model, trio.Lock()):
             if (model, dtype) not in self._engines:
-                try:
-                    with trio.fail_after(LOADED_WITHIN_S):
-                        self._engines[model, dtype] = await self._load(model, n_blocks, dtype)
-                except trio.TooSlowError:
-                    raise refusals.from_swarm_error(
-                        NoRoute(f"{name} was not loaded within {LOADED_WITHIN_S:.0f} s")
-                    ) from None
-                except SwarmError as error:
-                    raise refusals.from_swarm_error(error) from error
+                with refusals.as_api_errors():
+                    try:
+                        with trio.fail_after(LOADED_WITHIN_S):
+                            self._engines[model, dtype] = await self._load(model, n_blocks, dtype)
+                    except trio.TooSlowError:
+                        raise NoRoute(f"{name} was not loaded within {LOADED_WITHIN_S:.0f} s") from None
         return self._engines[model, dtype]
 
     async def _load(self, model: ModelId, n_blocks: int, dtype: str) -> GenerationEngine:

@@ -17,7 +17,7 @@ from swarmd.errors import SwarmError
 from swarmd.gateway import news
 from swarmd.gateway.apis import openai
 from swarmd.gateway.apis.refusals import ApiError
-from swarmd.gateway.apis.streams import Emit, EventStream, json_response
+from swarmd.gateway.apis.streams import Emit, EventStream, error_response, json_response
 from swarmd.gateway.models import ServedModels
 from swarmd.gateway.news import Machine
 
@@ -69,7 +69,7 @@ class Page:
 
             await news.send_changes(self._swarm_now, self._flows_now, self._machine, say)
 
-        return EventStream(produce, openai.emit_error)
+        return EventStream(produce, openai.emit_error, error_response)
 
     async def act(self, request: Request, key: str) -> Response:
         """Have the daemon do something; only a request with the token gets here."""

@@ -21,6 +21,7 @@ from swarmd.config import SUPERVISED, GatewayConfig, split
 from swarmd.folders import write_file
 from swarmd.gateway.address import ADDRESS_FILE, TOKEN_FILE
 from swarmd.gateway.app import Gateway
+from swarmd.gateway.batches.store import BatchStore
 from swarmd.gateway.generation.quotas import Quotas, UsageFile
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.guard import Guard
@@ -63,7 +64,10 @@ async def serve(
         models = ServedModels(swarm, turns, nursery, settings)
         nursery.start_soon(models.prepare)
         quotas = Quotas(keys.limits_of, UsageFile(folder), time.time)
-        gateway = Gateway(models, guard, turns, origins, Page(swarm, models, machine), quotas)
+        n_batched = max(1, settings.running // 4)  # the rest is for people who wait
+        page = Page(swarm, models, machine)
+        gateway = Gateway(models, guard, turns, origins, page, quotas, BatchStore(folder), n_batched)
+        await nursery.start(gateway.batches.run)
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
         if SUPERVISED in os.environ:
             nursery.start_soon(_cancel_with_daemon, nursery.cancel_scope)

@@ -23,6 +23,7 @@ from swarmd.client.text.chat_template import ChatTemplate
 from swarmd.client.text.prompts import Prompt, answer, read_answer
 from swarmd.errors import ConfigError
 from swarmd.gateway.app import Gateway
+from swarmd.gateway.batches.store import BatchStore
 from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.quotas import Quotas, UsageFile
@@ -224,17 +225,19 @@ async def played_gateway(
     turns = Turns(n_running, 8, 8)
     keys = Keys(folder)
     prompts: Any = PlayedPrompts(made, folder, template)
-    engine = GenerationEngine(swarm, SessionOptions(HASH, 1, 1, 1, "float32"), HeadThread(played), made, prompts, turns, kept_for_s=600.0)  # type: ignore[arg-type]  # a swarm of its kind
+    opened = SessionOptions(HASH, 1, 1, 1, "float32")
+    engine = GenerationEngine(swarm, opened, HeadThread(played), made, prompts, turns, 600.0)  # type: ignore[arg-type]  # a swarm of its kind
     models: Any = PlayedModels(engine)
     nobody: Any = None
     guard = Guard(keys, (), origins, "token", True, clock)
     page = Page(nobody, models, nobody)
     quotas = Quotas(keys.limits_of, UsageFile(folder), clock)
-    gateway = Gateway(models, guard, turns, origins, page, quotas)
+    gateway = Gateway(models, guard, turns, origins, page, quotas, BatchStore(folder), n_batched=2)
     application = gateway.application()
     transport = httpx.ASGITransport(application)
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.run)
+        await nursery.start(gateway.batches.run)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
             yield PlayedGateway(http, engine, swarm, keys, prompts, application)
         nursery.cancel_scope.cancel()

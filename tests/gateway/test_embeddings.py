@@ -94,7 +94,7 @@ async def test_texts_that_are_too_many_for_a_key_are_refused_before_any_is_read(
         ("/v1/embeddings", {"input": ["a", 5]}, "a text, its tokens"),
         ("/v1/embeddings", {"input": ["a"] * 257}, "at most 256"),
         ("/v1/embeddings", {"input": [10**9]}, "token ids are from 0"),
-        ("/v1/embeddings", {"input": [5] * (LONGEST + 1)}, "context"),
+        ("/v1/embeddings", {"input": [5] * (LONGEST + 1)}, "divide it"),
         ("/v1/embeddings", {"input": "a", "dimensions": 4}, "vectors have 3"),
         ("/v1/embeddings", {"input": "a", "pooling": "max"}, "Invalid enum value"),
         ("/v1/embeddings", {}, "input"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from swarmd.errors import NoRoute
 from swarmd.gateway.apis.skipped import HEADER
 from swarmd.home.models import bundled_folder
 from tests.gateway.played import HASH, LONGEST, MODEL, played_gateway
@@ -148,3 +149,47 @@ async def test_errors_have_its_form(tmp_path: Path, path: str, body: dict[str, A
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert reason in (error["message"] if path.startswith("/v1") else error)
+
+
+async def test_a_chat_that_ends_with_an_answer_has_it_gone_on_with(tmp_path: Path) -> None:
+    """Open WebUI's "Continue Response"; in OpenAI's form, too, unless vLLM's fields say otherwise."""
+    async with played_gateway(tmp_path) as played:
+        turns = [*USER, {"role": "assistant", "content": "The sea"}]
+        for path in ("/api/chat", "/v1/chat/completions"):
+            prompt = await played.read_prompt(
+                path, messages=turns, stream=False, max_tokens=4, options={"num_predict": 4}
+            )
+            assert prompt.endswith("The sea"), path
+        called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+        told = [*USER, called, {"role": "tool", "content": "x", "tool_name": "f"}]
+        for fields in ({"add_generation_prompt": True}, {"continue_final_message": False}):
+            prompt = await played.read_prompt("/v1/chat/completions", messages=turns, max_tokens=4, **fields)
+            assert not prompt.endswith("The sea")
+        prompt = await played.read_prompt("/api/chat", messages=told, stream=False, options={"num_predict": 4})
+        assert not prompt.endswith("x")
+
+
+async def test_what_goes_wrong_before_the_first_line_has_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs read no errors in lines (Open WebUI 0.12)."""
+    async with played_gateway(tmp_path) as played:
+
+        async def refuse(terms: Any) -> Any:
+            raise NoRoute("blocks 3 to 5 are served by nobody now")
+
+        monkeypatch.setattr(played.swarm, "open_session", refuse)
+        answer = await played.post("/api/chat", messages=USER)
+        assert answer.status_code == 503
+        assert answer.json() == {"error": "blocks 3 to 5 are served by nobody now"}
+        assert answer.headers["retry-after"] == "5"
+
+
+async def test_a_text_that_is_too_long_is_cut_unless_told_otherwise(tmp_path: Path) -> None:
+    async with played_gateway(tmp_path) as played:
+        long = "One two three " * LONGEST
+        answer = await played.post("/api/embed", input=long)
+        assert answer.json()["prompt_eval_count"] == LONGEST
+        answer = await played.post("/api/embed", input=long, truncate=False)
+        assert answer.status_code == 400
+        assert "divide it" in answer.json()["error"]

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,64 @@ def test_conversations_are_kept_found_renamed_exported_and_deleted(browser: Stag
     playwright.expect(titles).to_have_text(["And an okapi?"])
 
 
+def test_what_was_exported_is_imported_with_its_branches_and_settings(browser: Stage, tmp_path: Path) -> None:
+    page = browser.page
+    page.click("text=Settings")
+    page.get_by_label("Temperature").fill("0.5")
+    ask(browser, "one", "first")
+    page.click("text=Retry")
+    browser.reply({"content": "second"})
+    playwright.expect(page.locator(".turn.assistant .said")).to_have_text("second")
+    open_side(browser)
+    page.click(".more summary")
+    with page.expect_download(lambda file: file.suggested_filename.endswith(".json")) as download:
+        page.get_by_text("Export").click()
+    exported = tmp_path / "one.json"
+    download.value.save_as(exported)
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_text("Delete").click()
+    assert said(browser) == []
+    page.set_input_files("[aria-label='An exported conversation']", exported)
+    browser.see(".turn.assistant", "2 of 2")
+    assert said(browser) == ["one", "second"]
+    page.click("[aria-label='The branch before']")
+    assert said(browser) == ["one", "first"]
+    ask(browser, "two", "third")
+    assert browser.asked[-1]["temperature"] == 0.5
+    assert [turn["content"] for turn in browser.asked[-1]["messages"]] == ["one", "first", "two"]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"turns": [{"role": "user", "text": "x", "parent": 4}]}', '{"turns": [null]}']
+)
+def test_what_is_no_conversation_is_not_imported(browser: Stage, tmp_path: Path, text: str) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(text)
+    open_side(browser)
+    browser.page.set_input_files("[aria-label='An exported conversation']", wrong)
+    browser.see("[role=alert]", "wrong.json is no exported conversation")
+    assert browser.page.locator(".conversations .title").count() == 0
+
+
+def test_while_one_answer_grows_another_conversation_is_asked(browser: Stage) -> None:
+    page = browser.page
+    browser.ask("slow")  # which the gateway does not answer yet
+    browser.see(".turn.assistant", "")
+    open_side(browser)
+    page.click("text=New")
+    playwright.expect(page.locator(".ask button[type=submit]")).to_be_enabled()
+    browser.ask("quick")
+    playwright.expect(page.locator(".conversations li", has_text="being answered")).to_have_count(2)
+    browser.reply({"content": "first asked"})
+    browser.reply({"content": "second asked"})
+    playwright.expect(page.locator(".conversations li", has_text="being answered")).to_have_count(0, timeout=WAIT_MS)
+    answers = said(browser)
+    open_side(browser)
+    page.locator(".conversations .title", has_text="slow").click()
+    assert sorted([answers[1], said(browser)[1]]) == ["first asked", "second asked"]
+    assert [answers[0], said(browser)[0]] == ["quick", "slow"]
+
+
 def test_what_is_edited_or_asked_again_grows_a_branch(browser: Stage) -> None:
     page = browser.page
     ask(browser, "one", "first")
@@ -166,7 +225,7 @@ def test_settings_are_sent_and_stay_with_their_conversation(browser: Stage) -> N
 
 def test_a_text_file_is_asked_about_and_what_is_none_is_refused(browser: Stage) -> None:
     page = browser.page
-    file = "input[type=file]"
+    file = ".ask input[type=file]"
     page.set_input_files(file, {"name": "a.bin", "mimeType": "x/y", "buffer": b"a\0b"})
     browser.see(".ask [role=alert]", "a.bin is no text.")
     page.set_input_files(file, {"name": "big.txt", "mimeType": "text/plain", "buffer": b"x" * 200_001})

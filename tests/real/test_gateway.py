@@ -153,6 +153,31 @@ def test_vectors_are_transformers_last_hidden_states(stage: Stage, pooling: str)
         assert float((torch.tensor(item.embedding) - expected).abs().max()) < 1e-4
 
 
+def test_a_batch_is_answered_as_its_requests_are(stage: Stage, expected: dict[str, str]) -> None:
+    client = stage.client
+    lines = []
+    for question in QUESTIONS:
+        body = {
+            "model": "smol",
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": N_TOKENS,
+            "temperature": 0,
+        }
+        lines.append(json.dumps({"custom_id": question, "method": "POST", "url": "/v1/chat/completions", "body": body}))
+    file = client.files.create(file=("asked.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    while batch.status == "in_progress":
+        time.sleep(0.2)  # as its users ask
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed"
+    assert batch.output_file_id
+    answers = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in answers}
+    assert texts == expected
+    assert [listed.id for listed in client.batches.list()] == [batch.id]
+    assert client.files.delete(file.id).deleted
+
+
 def test_a_next_turn_sends_only_what_is_new(stage: Stage) -> None:
     turns: list[Any] = [{"role": "user", "content": "Tell me about the city of Oslo, in two sentences."}]
     first = stage.client.chat.completions.create(model="smol", messages=turns, temperature=0, max_tokens=N_TOKENS)

@@ -16,14 +16,12 @@ import torch
 import trio
 from msgspec import Meta
 
-from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway.apis import refusals
-from swarmd.gateway.apis.refusals import bad_request
+from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import JsonObject
 from swarmd.gateway.generation.engine import GenerationEngine
-from swarmd.gateway.generation.quotas import Quotas, QuotaUsedUp, Used
+from swarmd.gateway.generation.quotas import Quotas, Used
 from swarmd.gateway.generation.row import RowReport
-from swarmd.gateway.generation.turns import QueueFull
 
 MOST_TEXTS = 256  # of one request
 N_AT_ONCE = 4  # texts of one request that wait for a turn: others have theirs between
@@ -65,13 +63,13 @@ class RerankRequest(msgspec.Struct):
 
 
 async def answer_embeddings(
-    engine: GenerationEngine, request: EmbeddingsRequest, key: str, quotas: Quotas
+    engine: GenerationEngine, request: EmbeddingsRequest, key: str, quotas: Quotas, cuts: bool = False
 ) -> JsonObject:
-    """Return a vector for each text. Raises ApiError."""
+    """Return a vector for each text; ``cuts`` those that are too long. Raises ApiError."""
     if request.dimensions is not None and request.dimensions > engine.ends.width:
         raise bad_request(f"dimensions: this model's vectors have {engine.ends.width}", "dimensions")
     texts = _list_texts(request.input)
-    vectors, n_tokens = await embed_all(engine, texts, request.pooling, key, quotas)
+    vectors, n_tokens = await embed_all(engine, texts, request.pooling, key, quotas, cuts)
     if request.dimensions is not None:
         vectors = torch.nn.functional.normalize(vectors[:, : request.dimensions], dim=1)
     data = [
@@ -101,6 +99,7 @@ class OllamaEmbedRequest(msgspec.Struct):
     input: str | Annotated[list[str], Meta(min_length=1, max_length=MOST_TEXTS)] | None = None
     prompt: str | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
+    truncate: bool = True
 
 
 async def answer_ollama(engine: GenerationEngine, request: OllamaEmbedRequest, key: str, quotas: Quotas) -> JsonObject:
@@ -109,7 +108,7 @@ async def answer_ollama(engine: GenerationEngine, request: OllamaEmbedRequest, k
     if given is None:
         raise bad_request("input is missing: a text, or a list of them", "input")
     asked = EmbeddingsRequest(given if isinstance(given, str) else [*given], dimensions=request.dimensions)
-    answer = await answer_embeddings(engine, asked, key, quotas)
+    answer = await answer_embeddings(engine, asked, key, quotas, request.truncate)
     vectors = [row["embedding"] for row in answer["data"]]
     if request.input is None:
         return {"embedding": vectors[0]}
@@ -139,16 +138,22 @@ def _encode(vector: list[float], form: str) -> list[float] | str:
 
 
 async def embed_all(
-    engine: GenerationEngine, texts: list[str | list[int]], pooling: str, key: str, quotas: Quotas
+    engine: GenerationEngine,
+    texts: list[str | list[int]],
+    pooling: str,
+    key: str,
+    quotas: Quotas,
+    cuts: bool = False,
 ) -> tuple[torch.Tensor, int]:
-    """Return a vector of length one for each text, [n, d], and how many tokens they have together. Raises ApiError."""
-    prompts = [await _read_text(engine, text) for text in texts]
+    """Return a vector of length one for each text, [n, d], and how many tokens they have together. Raises ApiError.
+
+    A text that is too long is cut or refused.
+    """
+    prompts = [await _read_text(engine, text, cuts) for text in texts]
     n_tokens = sum(map(len, prompts))
     reports = [RowReport(len(prompt)) for prompt in prompts]
-    try:
+    with refusals.as_api_errors():
         n_reserved = n_tokens + quotas.reserve(key, n_tokens, 0)
-    except QuotaUsedUp as error:
-        raise refusals.quota_used_up(error) from None
     try:
         vectors = await _embed_prompts(engine, prompts, reports, pooling, key)
     finally:
@@ -163,17 +168,15 @@ async def _embed_prompts(
     """Return a vector for each prompt, [n, d]. Raises ApiError for the first that has none."""
     vectors: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
     room = trio.Semaphore(N_AT_ONCE)
-    refused: list[refusals.ApiError] = []
+    refused: list[ApiError] = []
 
     async def embed(index: int, nursery: trio.Nursery) -> None:
         async with room:
             try:
-                states = await engine.embed(prompts[index], key, reports[index])
-            except QueueFull as error:
-                refused.append(refusals.queue_full(error))
-            except SwarmError as error:
-                refused.append(refusals.from_swarm_error(error))
-            if refused:
+                with refusals.as_api_errors():
+                    states = await engine.embed(prompts[index], key, reports[index])
+            except ApiError as error:
+                refused.append(error)
                 nursery.cancel_scope.cancel()
                 return
         vectors[index] = states.mean(0) if pooling == "mean" else states[-1]
@@ -186,16 +189,15 @@ async def _embed_prompts(
     return torch.stack(vectors)
 
 
-async def _read_text(engine: GenerationEngine, text: str | list[int]) -> tuple[int, ...]:
-    try:
+async def _read_text(engine: GenerationEngine, text: str | list[int], cuts: bool) -> tuple[int, ...]:
+    with refusals.as_api_errors("input"):
         ids = tuple(text) if isinstance(text, list) else (await engine.prompts.text(text)).ids
-    except ConfigError as error:
-        raise bad_request(str(error), "input") from None
-    except SwarmError as error:
-        raise refusals.from_swarm_error(error) from None
     if not ids:
         raise bad_request("a text without a token has no vector", "input")
-    if len(ids) > engine.ends.max_tokens:
-        raise refusals.too_long(len(ids), engine.ends.max_tokens)
+    limit = engine.ends.max_tokens
+    if len(ids) > limit and not cuts:
+        message = f"a text has {len(ids)} tokens, and this model reads at most {limit}: divide it"
+        raise bad_request(message, "input", "context_length_exceeded")
+    ids = ids[:limit]
     refusals.require_tokens(ids, engine.ends.vocabulary, "input")
     return ids

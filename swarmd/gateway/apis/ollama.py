@@ -27,7 +27,7 @@ from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import MAX_MESSAGES, MAX_TOOLS, JsonObject, SamplingFields
 from swarmd.gateway.apis.skipped import Skipped
 from swarmd.gateway.apis.streams import Emit, error_response
-from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
+from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest, ends_unfinished
 from swarmd.gateway.generation.row import RowReport
 
 VERSION = "0.12.0"  # of the API that is spoken here, which programs look at before they ask
@@ -95,7 +95,8 @@ class OllamaModelRequest(msgspec.Struct):
 def parse_chat(request: OllamaChatRequest, key: str, skipped: Skipped) -> GenerationRequest:
     """Translate a chat. Raises ApiError for what is not done here."""
     turns = _number_calls([_read_turn(turn, index) for index, turn in enumerate(request.messages)])
-    return _make_request(request, key, skipped, messages=turns, tools=_read_tools(request.tools or (), skipped))
+    tools = _read_tools(request.tools or (), skipped)
+    return _make_request(request, key, skipped, messages=turns, tools=tools, continues=ends_unfinished(turns))
 
 
 def parse_generate(request: OllamaGenerateRequest, key: str, skipped: Skipped) -> GenerationRequest:

@@ -20,7 +20,7 @@ from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import ChatMessage, ChatRequest, JsonObject, read_length
 from swarmd.gateway.apis.skipped import Skipped, note_part
 from swarmd.gateway.apis.streams import Emit
-from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest
+from swarmd.gateway.apis.talk import AnswerEvent, GenerationRequest, PreparedRequest, ends_unfinished
 from swarmd.gateway.generation.row import RowReport
 from swarmd.gateway.generation.sampling import SampledToken
 
@@ -48,7 +48,9 @@ def parse_chat(request: ChatRequest, key: str, skipped: Skipped) -> GenerationRe
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     tools = _read_tools(request.tools or [], skipped)
     messages = [read_turn(m, i, skipped) for i, m in enumerate(request.messages)]
-    continues = request.continue_final_message is True
+    continues = request.continue_final_message
+    if continues is None:  # as DeepSeek, llama.cpp and OpenRouter do; vLLM only when it is told
+        continues = request.add_generation_prompt is None and ends_unfinished(messages)
     if continues and messages[-1]["role"] != "assistant":
         raise bad_request("continue_final_message needs an assistant's message at the end", "continue_final_message")
     max_tokens = read_length(request.max_completion_tokens, "max_completion_tokens")
@@ -116,7 +118,7 @@ def read_text(content: Any, where: str) -> str:
         if kind in THOUGHTS:
             continue
         if kind not in TEXTS or not isinstance(text, str):
-            raise bad_request(f"{where}.content: only parts of text are taken, not {kind[:32]!r}", where)
+            raise bad_request(f"{where}.content: this model reads text only, not {kind[:32]!r}", where)
         texts.append(text)
     return "".join(texts)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 
 from swarmd.errors import CacheExhausted, Code, ConfigError, NoRoute, Refused, SwarmError
 from swarmd.gateway.generation.quotas import QuotaUsedUp
+from swarmd.gateway.generation.turns import QueueFull
 
 WAIT_S = 5  # for a swarm that lacks something: servers come within an exchange of records, and load what is missing
 
@@ -81,12 +83,25 @@ def internal_error() -> ApiError:
     return ApiError(500, "server_error", "the gateway made a mistake, which is in its log")
 
 
-def from_swarm_error(error: SwarmError) -> ApiError:
-    """Translate an error of the swarm's for the client."""
+@contextmanager
+def as_api_errors(param: str | None = None) -> Iterator[None]:
+    """Raise ApiError for what refuses a request in the gateway or the swarm; ``param`` is what cannot be right."""
+    try:
+        yield
+    except QueueFull as error:
+        raise queue_full(error) from None
+    except QuotaUsedUp as error:
+        raise quota_used_up(error) from None
+    except SwarmError as error:
+        raise from_swarm_error(error, param) from error
+
+
+def from_swarm_error(error: SwarmError, param: str | None = None) -> ApiError:
+    """Translate an error of the swarm's for the client; ``param`` is what of its request cannot be right."""
     if isinstance(error, CacheExhausted):
         return bad_request(str(error), "messages", "context_length_exceeded")
     if isinstance(error, ConfigError):
-        return bad_request(str(error))
+        return bad_request(str(error), param)
     code = "model_incomplete" if isinstance(error, NoRoute) else "swarm_unavailable"
     is_full = isinstance(error, Refused) and error.code is Code.NO_CAPACITY
     wait_s = error.retry_after_s if isinstance(error, Refused) and error.retry_after_s else WAIT_S

@@ -33,8 +33,10 @@ class Emit:
     do not count comments (Codex 0.169 gives up after its own patience).
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
+        self._headers = headers
+        self.has_begun = False
         self._lock = trio.Lock()
         self.last_s = trio.current_time()
         self.sign_of_life: Callable[[], Awaitable[None]] = lambda: self.send_raw(b": still there\n\n")
@@ -53,6 +55,9 @@ class Emit:
         """Send bytes, one sender at a time: an event must not be cut by a sign of life."""
         async with self._lock:
             self.last_s = trio.current_time()
+            if not self.has_begun:
+                self.has_begun = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
 
@@ -62,11 +67,15 @@ class Emit:
 #     keep alive    writes a sign of life after each silence, so that neither proxy nor client gives up
 #     disconnect    waits until the client has gone, and cancels the answer, whose servers are free at once
 #
-# The status is sent before the answer begins: an error that comes later can only be an event of the stream.
+# The status goes before the first event: an error that comes later can only be an event of the stream. With a greeting
+# that is at once, as clients wait less for a status than for a token.
 
 
 class EventStream(Response):
-    """Server-sent events, written by ``produce``; ``fail`` puts an error into the API's form."""
+    """Server-sent events, written by ``produce``; ``fail`` puts an error into the API's form.
+
+    ``refuse`` does so for one that comes before the first event.
+    """
 
     content_type = b"text/event-stream; charset=utf-8"
     greeting = b": one moment\n\n"
@@ -75,30 +84,37 @@ class EventStream(Response):
         self,
         produce: Callable[[Emit], Awaitable[None]],
         fail: Callable[[Emit, ApiError], Awaitable[None]],
+        refuse: Callable[[ApiError], Response],
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(headers=headers)
         self._produce = produce
         self._fail = fail
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         own_headers = [header for header in self.raw_headers if header[0] != b"content-length"]  # of an empty body
         headers = [(b"content-type", self.content_type), *STREAM_HEADERS, *own_headers]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        emit = Emit(send)
+        emit = Emit(send, headers)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
             nursery.start_soon(_keep_alive, emit)
             if self.greeting:
                 await emit.send_raw(self.greeting)
+            failure: ApiError | None = None
             try:
                 await self._produce(emit)
             except ApiError as error:
-                await self._fail(emit, error)
+                failure = error
             except Exception as mistake:
                 logger.error("a stream failed", exc_info=mistake)
-                await self._fail(emit, internal_error())
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                failure = internal_error()
+            if failure is not None and not emit.has_begun:
+                await self._refuse(failure)(scope, receive, send)
+            else:
+                if failure is not None:
+                    await self._fail(emit, failure)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
 
 

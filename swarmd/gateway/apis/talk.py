@@ -6,26 +6,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarmd.client.text.answer_formats import AnswerFormats
 from swarmd.client.text.answer_reader import AnswerPart, AnswerReader
 from swarmd.client.text.prompts import Prompt
 from swarmd.compute.model.ends import Ends
-from swarmd.errors import ConfigError, SwarmError
 from swarmd.gateway.apis import refusals
-from swarmd.gateway.apis.refusals import bad_request
+from swarmd.gateway.apis.refusals import ApiError, bad_request
 from swarmd.gateway.apis.schema import JsonObject, SamplingFields
 from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
 from swarmd.gateway.generation.engine import GenerationEngine
 from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.json_schema import BadSchema, schema_of_calls
 from swarmd.gateway.generation.metrics import Metrics
-from swarmd.gateway.generation.quotas import Quotas, QuotaUsedUp, Used
+from swarmd.gateway.generation.quotas import Quotas, Used
 from swarmd.gateway.generation.row import RowReport
 from swarmd.gateway.generation.sampling import SampledToken, Sampling
-from swarmd.gateway.generation.turns import QueueFull
 
 LEAST_PENALTY = 0.01  # for repetition, whatever a model's author wrote: less makes a logit infinite
 MOST_DIGITS = 9  # of a token's number, as text: Python reads no number of some thousands
@@ -129,13 +127,11 @@ class PreparedRequest:
             await on_event(AnswerEvent(tuple(new_parts), delta.choices, finish, delta.stopped, repairs))
 
         try:
-            await self.engine.write(self._options_of(number, n_granted), on_delta, report)
-        except QueueFull as error:
+            with refusals.as_api_errors():
+                await self.engine.write(self._options_of(number, n_granted), on_delta, report)
+        except ApiError:
             outcome = "error"
-            raise refusals.queue_full(error) from None
-        except SwarmError as error:
-            outcome = "error"
-            raise refusals.from_swarm_error(error) from error
+            raise
         finally:
             n_read = self._count_prompt() if report.is_sent else 0  # of one without a turn nothing was computed
             self.quotas.settle(self.options.key, n_prompt + n_granted, Used(0, n_read, report.n_generated))
@@ -148,11 +144,8 @@ class PreparedRequest:
         n_granted = self._reserve(0)
         report = RowReport(n_prompt)
         try:
-            return await self.engine.score(self.options.prompt, self.request.n_top, self.options.key, report)
-        except QueueFull as error:
-            raise refusals.queue_full(error) from None
-        except SwarmError as error:
-            raise refusals.from_swarm_error(error) from error
+            with refusals.as_api_errors():
+                return await self.engine.score(self.options.prompt, self.request.n_top, self.options.key, report)
         finally:
             n_read = self._count_prompt() if report.is_sent else 0
             self.quotas.settle(self.options.key, n_prompt + n_granted, Used(0, n_read, 0))
@@ -166,10 +159,8 @@ class PreparedRequest:
 
     def _reserve(self, n_more: int) -> int:
         """Say how many of the tokens asked for the key may have. Raises ApiError."""
-        try:
+        with refusals.as_api_errors():
             return self.quotas.reserve(self.options.key, len(self.options.prompt), n_more)
-        except QuotaUsedUp as error:
-            raise refusals.quota_used_up(error) from None
 
     def _make_reader(self) -> AnswerReader:
         """Make the reader of an answer; what completes a text is text."""
@@ -196,10 +187,8 @@ async def prepare_request(
     """Make the prompt and check what can be checked. Raises ApiError."""
     # In the order of cost: a full queue is seen at once, a template takes a child process, a grammar another one.
     # Nothing here opens a session: what is refused has cost the swarm nothing.
-    try:
+    with refusals.as_api_errors():
         engine.turns.require_room(request.key)
-    except QueueFull as error:
-        raise refusals.queue_full(error) from None
     prompt = await make_prompt(engine, request)
     limit = engine.ends.max_tokens
     n_prompt = len(prompt.ids)
@@ -207,10 +196,8 @@ async def prepare_request(
         raise bad_request("the prompt is empty", "prompt")
     if n_prompt >= limit:
         raise refusals.too_long(n_prompt, limit)
-    try:  # also here, as a stream that has begun can only end with an error
+    with refusals.as_api_errors():  # also here, as a stream that has begun can only end with an error
         quotas.grant(request.key, n_prompt, 1)
-    except QuotaUsedUp as error:
-        raise refusals.quota_used_up(error) from None
     room = limit - n_prompt  # agents name lengths that are meant as "as long as it takes", or none
     max_tokens = min(request.max_tokens or room, room)
     is_forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
@@ -238,7 +225,7 @@ async def prepare_request(
 
 async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> Prompt:
     """Turn messages or text into the model's tokens, however many. Raises ApiError."""
-    try:
+    with refusals.as_api_errors("messages" if request.messages else "prompt"):
         if not request.messages:
             if isinstance(request.prompt, tuple):
                 return Prompt(request.prompt)
@@ -246,10 +233,6 @@ async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> P
         return await engine.prompts.chat(
             _messages_with_tools(engine, request), _shown_tools(request), _template_options(request)
         )
-    except ConfigError as error:
-        raise bad_request(str(error), "messages" if request.messages else "prompt") from None
-    except SwarmError as error:
-        raise refusals.from_swarm_error(error) from None
 
 
 def _template_options(request: GenerationRequest) -> JsonObject:
@@ -261,6 +244,12 @@ def _template_options(request: GenerationRequest) -> JsonObject:
         )
     begins = request.begins_answer and not request.continues
     return {**request.template, "add_generation_prompt": begins, "continue_final_message": request.continues}
+
+
+def ends_unfinished(messages: Sequence[JsonObject]) -> bool:
+    """Whether messages end with an assistant's text: then there is nothing to answer, but that text to go on with."""
+    last = messages[-1] if messages else {"role": ""}
+    return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
 
 
 def _continued(request: GenerationRequest) -> str | None:
@@ -292,13 +281,10 @@ async def _make_grammar(engine: GenerationEngine, request: GenerationRequest, is
         schema = _forced_schema(request) if is_forced else request.schema
         if schema is None:
             return None
-        return await engine.grammars.of_schema(schema or ANY_JSON, request.key)
+        with refusals.as_api_errors():
+            return await engine.grammars.of_schema(schema or ANY_JSON, request.key)
     except BadSchema as error:
         raise bad_request(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
-    except QueueFull as error:
-        raise refusals.queue_full(error) from None
-    except SwarmError as error:
-        raise refusals.from_swarm_error(error) from None
 
 
 def _forced_schema(request: GenerationRequest) -> JsonObject:

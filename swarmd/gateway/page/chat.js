@@ -1,7 +1,7 @@
-// The chat: conversations that this browser keeps, one of them shown, and an answer that grows.
+// The chat: conversations that this browser keeps, one of them shown, and answers that grow: one of each at a time.
 
 import { events } from "./api.js";
-import { add, asMarkdown, begin, branches, matches, messages, path, results, show, shown } from "./conversation.js";
+import { add, areTools, asMarkdown, begin, branches, matches, messages, parse, path, results, show, shown } from "./conversation.js";
 import { button, h, number } from "./dom.js";
 import { describe, firstThatChats, listModels, trouble } from "./picker.js";
 import { isKept, load, loadAll, onOtherTab, remove, save } from "./store.js";
@@ -15,7 +15,7 @@ const EFFORTS = [["", "as the model does"], ["none", "off"], ["low", "a little"]
 
 let all = []; // conversations, the last one changed first
 let now = begin();
-let running = null; // {controller, conversation, turn}
+const growing = new Map(); // the id of a conversation -> {controller, conversation}, while its answer grows
 let isByHand = false; // a model that somebody chose, or asked, is never exchanged for another
 let editing = null; // the leaf to go back to
 let model = "", view = null, swarm = null;
@@ -31,7 +31,7 @@ export function chat(news) {
       listConversations();
     });
     onOtherTab(heard);
-    addEventListener("pagehide", () => running && put(running.conversation));
+    addEventListener("pagehide", () => growing.forEach(({ conversation }) => put(conversation)));
   }
   view.update = (kind) => {
     if (kind === "machine" || kind === "flows" || !news.swarm) return;
@@ -49,7 +49,7 @@ function build() {
   const models = h("select", { "aria-label": "Model", onchange: () => choose(models.value) });
   const about = h("span", { class: "dim" });
   const send = h("button", { type: "submit", disabled: true }, "Send");
-  const stop = button("Stop", () => running?.controller.abort(), { disabled: true });
+  const stop = button("Stop", () => stopAnswer(), { disabled: true });
   const cancel = button("Cancel", stopEditing, { hidden: true });
   const chosen = h("input", { type: "file", hidden: true, "aria-label": "A text file", onchange: () => attach(chosen) });
   const file = button("Attach", () => chosen.click(), { title: "A text file to ask about" });
@@ -60,12 +60,14 @@ function build() {
     h("div", { class: "row" }, send, stop, cancel, file, chosen, models, about));
   const search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search conversations", oninput: listConversations });
   const list = h("ul", { class: "conversations" });
+  const exported = h("input", { type: "file", hidden: true, accept: ".json", "aria-label": "An exported conversation", onchange: () => take(exported) });
+  const taken = h("p", { role: "alert", class: "bad", hidden: true });
   const aside = h("details", { class: "side", open: innerWidth > 800 }, h("summary", {}, "Conversations"),
-    h("div", { class: "row" }, button("New", fresh), search), list);
+    h("div", { class: "row" }, button("New", fresh), button("Import", () => exported.click(), { title: "One that was exported, as JSON" }), exported, search), taken, list);
   const element = h("section", { class: "chat", "aria-label": "Chat" }, aside, h("div", { class: "talk" }, log, h("div", { class: "ask" }, form, settings)));
   element.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || event.target.matches("[aria-label=Title]")) return;
-    if (running) running.controller.abort();
+    if (grows()) stopAnswer();
     else if (editing != null) stopEditing();
   });
 
@@ -78,7 +80,7 @@ function build() {
   }
   function onsubmit(event) {
     event.preventDefault();
-    if ((!text.value.trim() && !view.attached.length) || running || send.disabled) return;
+    if ((!text.value.trim() && !view.attached.length) || grows() || send.disabled) return;
     isByHand = true;
     add(now, "user", { text: text.value.trim(), files: view.attached });
     text.value = "";
@@ -86,7 +88,7 @@ function build() {
     showFiles([]);
     answer();
   }
-  return { element, log, text, models, about, stop, send, cancel, note, files, settings, search, list, attached: [], cannot: true };
+  return { element, log, taken, text, models, about, stop, send, cancel, note, files, settings, search, list, attached: [], cannot: true };
 }
 
 function listConversations() {
@@ -115,7 +117,8 @@ function drawEntry(one) {
     forget(one.id);
     remove(one.id);
   }, { class: "quiet" });
-  return h("li", {}, title, h("details", { class: "more" }, h("summary", { "aria-label": `More of ${one.title || "Untitled"}` }, "⋯"),
+  const mark = growing.has(one.id) && h("span", { class: "dim" }, "…", h("span", { class: "unseen" }, "being answered"));
+  return h("li", {}, title, mark, h("details", { class: "more" }, h("summary", { "aria-label": `More of ${one.title || "Untitled"}` }, "⋯"),
     rename, button("Export", () => download(one), { class: "quiet" }), erase));
 }
 
@@ -128,8 +131,25 @@ function download(one) {
   }
 }
 
+// Take back what was exported, here or by another browser: as a conversation of its own.
+async function take(input) {
+  const [file] = input.files;
+  input.value = "";
+  let read = null, why = "";
+  try {
+    read = parse(await file.text());
+  } catch (error) {
+    why = `${file.name} is no exported conversation: ${error.message}`;
+  }
+  view.taken.textContent = why;
+  view.taken.hidden = !why;
+  if (!read) return;
+  keep(read);
+  open(read);
+}
+
 function forget(id) {
-  if (running?.conversation.id === id) running.controller.abort();
+  stopAnswer(id);
   all.filter((one) => one.id === id).forEach((one) => (one.isGone = true));
   all = all.filter((one) => one.id !== id);
   if (id === now.id) fresh();
@@ -139,7 +159,7 @@ function forget(id) {
 // Another tab has kept or removed one.
 async function heard({ id, isGone }) {
   if (isGone) return forget(id);
-  if (running?.conversation.id === id || (id === now.id && editing != null)) return;
+  if (growing.has(id) || (id === now.id && editing != null)) return;
   const one = await load(id);
   if (!one) return;
   all = [one, ...all.filter((other) => other.id !== id)].sort((a, b) => b.changed - a.changed);
@@ -178,8 +198,7 @@ function set(name, value) {
 function setTools(place) {
   try {
     const tools = place.value.trim() ? JSON.parse(place.value) : undefined;
-    if (tools && !Array.isArray(tools)) throw new Error("a list was expected");
-    if (tools && !tools.every((tool) => tool?.function?.name)) throw new Error('each is {"type": "function", "function": {"name": ...}}');
+    if (tools && !areTools(tools)) throw new Error('a list was expected, each {"type": "function", "function": {"name": ...}}');
     place.setCustomValidity("");
     set("tools", tools);
   } catch (error) {
@@ -247,15 +266,14 @@ function choose(name) {
 function note() {
   const found = swarm?.models.find((m) => m.name === model);
   view.cannot = !found || found.chats === false;
-  const elsewhere = running && running.conversation !== now ? `An answer in "${running.conversation.title}" is still being written: wait, or stop it.` : "";
-  const text = editing != null ? "You edit what you asked: it begins a new branch." : elsewhere || (swarm ? trouble(swarm.models, model) : "");
+  const text = editing != null ? "You edit what you asked: it begins a new branch." : swarm ? trouble(swarm.models, model) : "";
   if (view.note.textContent !== text) view.note.textContent = text; // said anew, it would be read aloud anew
   view.about.textContent = swarm ? describe(swarm, model) : "";
   busy();
 }
 
 function busy() {
-  const is = running != null;
+  const is = grows();
   view.log.setAttribute("aria-busy", is);
   view.stop.disabled = !is;
   view.send.disabled = is || view.cannot;
@@ -266,7 +284,7 @@ function busy() {
 
 const acts = {
   edit(place) {
-    running?.controller.abort();
+    stopAnswer();
     const turn = now.turns[place];
     editing ??= now.leaf;
     now.leaf = turn.parent;
@@ -276,16 +294,16 @@ const acts = {
     view.text.focus();
   },
   again(place) {
-    if (running || view.cannot) return;
+    if (grows() || view.cannot) return;
     now.leaf = now.turns[place].parent;
     answer();
     view.text.focus();
   },
   goOn(place) {
-    if (!running && !view.cannot) answer(place);
+    if (!grows() && !view.cannot) answer(place);
   },
   answerCall(call, text) {
-    if (running) return;
+    if (grows()) return;
     if (results(now).has(call.id)) return;
     add(now, "tool", { text, call: call.id, name: call.name });
     delete call.draft;
@@ -296,7 +314,7 @@ const acts = {
     else redraw();
   },
   showBranch(place) {
-    if (running) return;
+    if (grows()) return;
     show(now, place);
     keep();
     redraw();
@@ -361,7 +379,10 @@ async function decode(file) {
   }
 }
 
-// --- an answer -----------------------------------------------------------------------------------------------------
+// --- answers -----------------------------------------------------------------------------------------------------
+
+const grows = (id = now.id) => growing.has(id);
+const stopAnswer = (id = now.id) => growing.get(id)?.controller.abort();
 
 function bodyOf(conversation, goesOn) {
   const { options } = conversation;
@@ -380,8 +401,9 @@ async function answer(place = null) {
   const body = bodyOf(conversation, goesOn);
   const turn = conversation.turns[goesOn ? place : add(conversation, "assistant", { model })];
   Object.assign(turn, { told: "It was left before its end.", kind: "", isCut: true }); // as long as it grows: a tab may be closed
+  const controller = new AbortController();
+  growing.set(conversation.id, { controller, conversation });
   keep(conversation);
-  running = { controller: new AbortController(), conversation, turn };
   redraw();
   toEnd();
   const here = () => (now === conversation ? drawn.get(turn) : null);
@@ -407,7 +429,7 @@ async function answer(place = null) {
     if (waited > SILENT_AFTER_MS) say(`Nothing for ${Math.round(waited / 1000)} s: it waits for a turn, reads a long question, or a server has gone and another is looked for.`);
   }, LOOK_MS);
   try {
-    for await (const { data } of events("/v1/chat/completions", { method: "POST", body, signal: running.controller.signal })) {
+    for await (const { data } of events("/v1/chat/completions", { method: "POST", body, signal: controller.signal })) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
@@ -437,7 +459,7 @@ async function answer(place = null) {
   }
   clearTimeout(drawing);
   clearInterval(look);
-  running = null;
+  growing.delete(conversation.id);
   conversation.changed = Date.now();
   keep(conversation);
   redraw();

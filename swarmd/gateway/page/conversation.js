@@ -5,6 +5,10 @@
 //
 // A turn: {parent, next, role, text, thoughts, calls, files, told, kind}. Plain data, as the browser keeps it.
 
+const isNumber = Number.isFinite, isString = (value) => typeof value === "string";
+export const areTools = (value) => Array.isArray(value) && value.every((tool) => isString(tool?.function?.name));
+const OPTIONS = { temperature: isNumber, top_p: isNumber, max_tokens: isNumber, seed: isNumber, effort: isString, system: isString, tools: areTools };
+
 export function begin() {
   return { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, title: "", changed: Date.now(), model: "", options: {}, turns: [], leaf: -1 };
 }
@@ -79,6 +83,28 @@ export function asMarkdown(conversation) {
   const said = shown(conversation)
     .map((turn) => `## ${names[turn.role]}\n\n${fenced(turn)}${turn.text}${turn.calls.map((call) => `\n\n\`${call.name}(${call.text})\``).join("")}\n`);
   return `# ${conversation.title}\n\n${said.join("\n")}`;
+}
+
+// Read one that was exported. What is wrong with it is thrown, and what it says beside what is known is left out.
+export function parse(text) {
+  const given = JSON.parse(text);
+  const turns = Array.isArray(given?.turns) ? given.turns : [];
+  const isTurn = (turn, place) => ["user", "assistant", "tool"].includes(turn?.role) && isString(turn.text)
+    && Number.isInteger(turn.parent) && turn.parent >= -1 && turn.parent < place;
+  if (!turns.length || !turns.every(isTurn)) throw new Error("a list of turns was expected, each with its role, text and parent");
+  const listed = (items, ...names) => (Array.isArray(items) ? items : []).filter((item) => names.every((name) => isString(item?.[name])))
+    .map((item) => Object.fromEntries(names.map((name) => [name, item[name]])));
+  const plain = (value) => (isString(value) ? value : "");
+  const options = Object.fromEntries(Object.entries(given.options ?? {}).filter(([name, value]) => OPTIONS[name]?.(value)));
+  const read = { ...begin(), title: plain(given.title).slice(0, 200), model: plain(given.model), options };
+  for (const { parent, role, ...turn } of turns) {
+    read.leaf = parent;
+    add(read, role, { text: turn.text, thoughts: plain(turn.thoughts), told: plain(turn.told), kind: plain(turn.kind), model: plain(turn.model),
+      name: plain(turn.name), call: plain(turn.call), isCut: turn.isCut === true,
+      calls: listed(turn.calls, "id", "name", "text"), files: listed(turn.files, "name", "text") });
+  }
+  if (Number.isInteger(given.leaf) && turns[given.leaf]) show(read, given.leaf);
+  return read;
 }
 
 export function matches(conversation, words) {

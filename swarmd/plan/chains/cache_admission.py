@@ -174,7 +174,7 @@ class CacheLedger:
         missing: int,
         now: float,
     ) -> list[Key]:
-        """Which hops must end, beside what all can spare, for ``n_tokens`` of which some are missing. Raises Refused."""
+        """Which hops must end, beside what all can spare, for ``n_tokens``, some of them missing. Raises Refused."""
         if missing <= 0:
             return []
         weights = {p.owner: p.weight for p in other_promises.values()}
