@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from swarmd.client.links.ops import StepInput
@@ -21,7 +21,9 @@ from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_untrusted
 from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.checkpoints.check import check_folder
+from swarmd.compute.checkpoints.rehearsal import narrow_settings
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.ends import Ends
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.rates import first_rates
 from swarmd.compute.serving.torch_engine import describe
@@ -125,9 +127,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 1,
         "moe_shared_expert_intermediate_size": 32,
     },
-    "phi4_multimodal": {},
+    "phi4_multimodal": {"audio_config": {"num_blocks": 2}, "vision_config": {"num_hidden_layers": 2}},
+    "mistral4": {**LATENT, "head_dim": None},
 }
 """What is served, with what makes its configuration small and valid; None takes a setting away."""
+
+LATENT_WITHOUT_ROPE = {**LATENT, "qk_rope_head_dim": 0}
+
+
+def rope_of_parts(*sizes: int, **more: float) -> dict[str, Any]:
+    """Rotary angles of positions of several parts, so many of a head's pairs each."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*sizes], **more}}
+
+
+_TOWERS = """
+    aria aya_vision cohere2_vision cosmos3_omni deepseek_vl deepseek_vl_hybrid exaone4_5 gemma3 got_ocr2
+    granite_docling granite_speech hyperclovax_vision_v2 idefics2 idefics3 inkling_mm_model internvl lfm2_vl lfm3_vl
+    lighton_ocr llama4 llava llava_next llava_onevision minicpmv4_6 minimax_m3_vl mistral3 muse_glimmer nemotron_h_omni
+    ovis2 qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl smolvlm video_llama_3
+    vipllava voxtral
+"""
+_ROPE_OF_PARTS = "cosmos3_edge glm46v glm4v glm_ocr paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl"
+
+COMPOSITES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in _TOWERS.split()},
+    **{name: {"text_config": rope_of_parts(1, 1, 2)} for name in _ROPE_OF_PARTS.split()},
+    "gemma4_unified": {"image_token_id": 150, "audio_token_id": 151, "video_token_id": 152},
+    "ernie4_5_vl_moe": {"text_config": {**EXPERTS, "moe_intermediate_size": [32, 32], **rope_of_parts(1, 1, 2)}},
+    "glm4v_moe": {"text_config": {**EXPERTS, **rope_of_parts(1, 1, 0, partial_rotary_factor=0.5)}},
+    "hunyuan_vl": {"text_config": rope_of_parts(1, 1, 1, 1)},
+    "kimi_k25": {"vision_config": {"hidden_size": 32, "num_attention_heads": 2}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "qwen3_vl_moe": {"text_config": EXPERTS},
+    "step3p7": {"text_config": {**EXPERTS, "sliding_window": 16}},
+}
+"""What reads pictures or sound beside text, and whose text part is served; with what makes it small and valid."""
+
+REFUSED_COMPOSITES: dict[str, dict[str, Any]] = {
+    "gemma4": {},
+    "glm5_next": {"text_config": LATENT_WITHOUT_ROPE},
+    "inkling2": {"text_config": EXPERTS, "vision_config": {"text_hidden_size": 32}},
+    "mllama": {},
+    "paligemma": {},
+}
+SERVED = FAMILIES | COMPOSITES
+DEPTHS_OF_TOWERS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "num_global_layers", "n_layers")
 
 _ENCODERS = """
     bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra ernie
@@ -167,12 +211,13 @@ class Proof:
     gradient: float
     lora: float
     operations: float  # appending, taking back, reordering and handing over, in each span
+    ends: float  # a gateway's embedding, norm and head around the spans
     can_crop: bool
     batching: str
 
     @property
     def worst(self) -> float:
-        return max(self.full, self.cached, self.padded, self.gradient, self.lora, self.operations)
+        return max(self.full, self.cached, self.padded, self.gradient, self.lora, self.operations, self.ends)
 
 
 class LocalSession:
@@ -205,9 +250,11 @@ class LocalSession:
 def make(model_type: str, folder: Path, changes: dict[str, Any]) -> Path:
     """Write a random checkpoint; weights are large enough for differences to show."""
     torch.manual_seed(0)
-    settings = {**TINY, **changes}
-    config = AutoConfig.for_model(model_type, **{k: v for k, v in settings.items() if v is not None})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if model_type in (*COMPOSITES, *REFUSED_COMPOSITES):
+        config = _composite(model_type, changes)
+    else:
+        config = AutoConfig.for_model(model_type, **_present({**TINY, **changes}))
+    model = skeleton.family_class(config)(config).float()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -215,10 +262,42 @@ def make(model_type: str, folder: Path, changes: dict[str, Any]) -> Path:
     return folder
 
 
+def _present(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _composite(model_type: str, changes: dict[str, Any]) -> Any:
+    """A small configuration of towers and a decoder: its own settings, narrowed."""
+    kind: Any = CONFIG_MAPPING[model_type]
+    whole = kind()
+    settings: dict[str, Any] = {}
+    for name, section in whole.to_dict().items():
+        if isinstance(section, dict) and name.endswith("_config") and name != "text_config":
+            settings[name] = {**_cut_depth(narrow_settings(section, 8, 4)), **changes.get(name, {})}
+    text = skeleton.text_config(whole).model_type
+    of_text = {**TINY, **FAMILIES.get(text, REFUSED.get(text, {})), **changes.get("text_config", {})}
+    others = {name: value for name, value in changes.items() if not name.endswith("_config")}
+    return kind(**settings, **others, text_config={"model_type": text, **_present(of_text)})
+
+
+def _cut_depth(section: dict[str, Any]) -> dict[str, Any]:
+    """Leave two layers of a tower, and of lists with one value for each of them two values."""
+    depths = [value for name, value in section.items() if name in DEPTHS_OF_TOWERS and isinstance(value, int)]
+    cut: dict[str, Any] = {}
+    for name, value in section.items():
+        if isinstance(value, dict):
+            cut[name] = _cut_depth(value)
+        elif name in DEPTHS_OF_TOWERS and isinstance(value, int):
+            cut[name] = min(value, 2)
+        else:
+            cut[name] = value[:2] if isinstance(value, list) and len(value) in depths else value
+    return cut
+
+
 def prove(folder: Path) -> Proof:
     """Compare two spans and a client with the whole model. Raises ConfigError when the family is refused."""
     check_folder(folder, manifest.read_folder(folder))
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    whole = skeleton.load_whole(folder, torch.float32)
     n = skeleton.text_config(whole.config).num_hidden_layers
     spans = [LoadedSpan(folder, Span(0, CUT), torch.float32), LoadedSpan(folder, Span(CUT, n), torch.float32)]
     for span in spans:  # as a worker does
@@ -236,7 +315,18 @@ def prove(folder: Path) -> Proof:
         padded = _error(_decode(model, ids, mask), _decode(whole, ids, mask))
     gradient, lora = _gradient_errors(whole, spans, ids)
     operations, crops = zip(*(operations_error(span) for span in spans), strict=True)
-    return Proof(full, cached, padded, gradient, lora, max(operations), all(crops), spans[0].batching.split(":")[0])
+    batching = spans[0].batching.split(":")[0]
+    ends = _ends_error(folder, whole, spans, ids[:1])
+    return Proof(full, cached, padded, gradient, lora, max(operations), ends, all(crops), batching)
+
+
+def _ends_error(folder: Path, whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> float:
+    ends = Ends(folder, torch.float32)
+    (hidden,) = ends.embed(ids.tolist(), [0])
+    for span in spans:
+        hidden = span.forward(hidden, torch.arange(ids.shape[1]).unsqueeze(0))
+    with torch.no_grad():
+        return _error(ends.logits(hidden[0], spans[0].layer_arity), whole(ids, use_cache=False).logits[0])
 
 
 def _decode(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTun
 from transformers import AutoModelForCausalLM
 
 import swarmd
+from swarmd.compute.model import skeleton
 from swarmd.errors import ConfigError
 from swarmd.home.models import bundled_folder
 from tests import checkpoints, families
@@ -96,7 +97,8 @@ def test_chain_of_three_equals_local(stage: Stage, local_results: LocalResults) 
     assert {v.ask("status")["memory_mib"] < 150 for v in stage.volunteers} == {True}
 
 
-STATES = [
+OTHERS = [
+    "qwen3_vl",  # the text part of what reads pictures as well
     "qwen3_5_text",
     "glm_moe_dsa",  # keys of an indexer beside keys and values
     "falcon_h1",  # keys, values and states in the same block
@@ -104,19 +106,23 @@ STATES = [
         pytest.param(family, marks=pytest.mark.prove)
         for family in ("lfm2", "jamba", "qwen3_next", "granitemoehybrid", "nemotron_h", "kimi_linear")
     ),
+    *(
+        pytest.param(family, marks=pytest.mark.prove)
+        for family in ("mistral3", "gemma3", "qwen3_5", "kimi_k25", "minimax_m3_vl", "glm4v", "llama4", "mistral4")
+    ),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
-@pytest.mark.parametrize("family", STATES)
-def test_blocks_that_keep_more_than_keys_and_values_are_served(family: str, tmp_path: Path) -> None:
-    """Most keep states instead, which do not grow with a session."""
-    folder = families.make(family, tmp_path / "made", families.FAMILIES[family])
-    local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+@pytest.mark.parametrize("family", OTHERS)
+def test_blocks_that_are_or_keep_something_else_are_served(family: str, tmp_path: Path) -> None:
+    """Most keep states instead of keys and values, which do not grow with a session."""
+    folder = families.make(family, tmp_path / "made", families.SERVED[family])
+    local: Any = skeleton.load_whole(folder, torch.float32)
     ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(0))
     options = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False, "pad_token_id": 0}
     expected = local.generate(ids, **options)
-    n = local.config.num_hidden_layers
+    n = skeleton.text_config(local.config).num_hidden_layers
     with local_swarm(tmp_path) as swarm:
         volunteers = swarm.serving((0, families.CUT), (families.CUT, n), model="model", models={"model": folder})
         with swarmd.connect(home=volunteers[0].home.folder) as client:

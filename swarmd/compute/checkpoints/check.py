@@ -25,7 +25,7 @@ from swarmd.errors import ConfigError
 from swarmd.protocol.models import shards
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, lora_of, name_of_module
 from swarmd.protocol.models.configuration import PACKED
-from swarmd.protocol.models.manifest import Entry, Manifest
+from swarmd.protocol.models.manifest import Entry, Manifest, entry_groups
 from swarmd.values import Span, some_of
 
 LEFTOVERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$|^(model\.)?mtp\.")
@@ -61,6 +61,7 @@ def check_folder(folder: Path, manifest: Manifest) -> None:
     _check_kinds(folder, tensors, targets, state)
     _check_experts(folder, tensors, targets)
     _check_fit(folder, config, type(hollow), tensors)
+    _check_groups(folder, config, manifest)
 
 
 def check_adapter(folder: Path, manifest: Manifest, base: Path) -> None:
@@ -161,6 +162,15 @@ def _without_number(name: str) -> str:
         return name
     parts[numbers[-1]] = "*"
     return ".".join(parts)
+
+
+def _check_groups(folder: Path, config: PretrainedConfig, manifest: Manifest) -> None:
+    """Refuse a checkpoint of which a client would not get what it needs. Raises ConfigError."""
+    groups = dict(zip((entry.name for entry in manifest.entries), entry_groups(manifest), strict=True))
+    names = [tensor.name for tensor in manifest.tensors]
+    needed = skeleton.needed_keys(skeleton.hollow_class(config, None), config, names)
+    if lacking := [name for name in needed if groups[name] != manifest.n_blocks]:
+        raise ConfigError(f"{folder}: a client needs {some_of(lacking)}, whose names are those of another part")
 
 
 def _check_fit(

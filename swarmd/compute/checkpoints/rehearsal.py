@@ -98,7 +98,7 @@ def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
     common_heads = _common_heads(text)
     heads_divisors = sorted({common_heads, max(1, common_heads // 4), 1}, reverse=True)
     for heads_divisor, width_divisor in itertools.product(heads_divisors, width_divisors):
-        narrow = _narrow_settings(settings, width_divisor, heads_divisor)
+        narrow = narrow_settings(settings, width_divisor, heads_divisor)
         for seed in itertools.count():
             model = _build_small(type(config), narrow, seed)
             if model is None:
@@ -261,7 +261,7 @@ def _draw_parameters(model: nn.Module, rng: torch.Generator) -> None:
                 parameter.add_(noise.to(parameter.dtype) * 0.05)
 
 
-def _narrow_settings(
+def narrow_settings(
     settings: Mapping[str, Any],
     width_divisor: int,
     heads_divisor: int,
@@ -271,7 +271,7 @@ def _narrow_settings(
     for name, value in settings.items():
         divisor = _find_divisor(str(name), width_divisor, heads_divisor)
         if isinstance(value, dict):
-            narrow[name] = _narrow_settings(value, width_divisor, heads_divisor)
+            narrow[name] = narrow_settings(value, width_divisor, heads_divisor)
         elif _is_count(value) and divisor > 1:
             narrow[name] = max(1, value // divisor)
         elif isinstance(value, list) and value and all(map(_is_count, value)) and divisor > 1:

@@ -72,7 +72,11 @@ class Ends:
         self.max_tokens = skeleton.longest_context(self._model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = all_look_back(settings)
-        sources = (self.generation.get("eos_token_id"), settings.eos_token_id, self._model.config.eos_token_id)
+        sources = (
+            self.generation.get("eos_token_id"),
+            settings.eos_token_id,
+            getattr(self._model.config, "eos_token_id", None),
+        )
         end_tokens = frozenset[int]().union(*map(_read_ids, sources))
         self.eos = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
 

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -126,6 +132,14 @@ class PassThrough(Stub):
         return torch.zeros(1, 1, 1, device=value.device)
 
 
+class OtherTower(Stub):
+    """Stands in, on the client, for what reads pictures or sound in a model that takes them beside text."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse. Raises ConfigError."""
+        raise ConfigError(f"only texts are served, and not what {type(self.original).__name__} reads: leave it out")
+
+
 def read_generation(folder: Path) -> dict[str, Any]:
     """Read how a checkpoint's author wants it used: where answers end, and numbers for sampling. No code is named.
 
@@ -153,6 +167,11 @@ def text_config(config: PretrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def is_composite(config: PretrainedConfig) -> bool:
+    """Whether a model has more parts than its decoder of texts: towers for pictures or sound."""
+    return text_config(config) is not config
+
+
 def longest_context(config: PretrainedConfig) -> int:
     """Return how many tokens a session of a model may have."""
     n_positions = getattr(text_config(config), "max_position_embeddings", None)
@@ -173,13 +192,15 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def family_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the library's own class for a configuration. Raises ConfigError."""
-    base = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if isinstance(base, tuple):
-        base = base[0]
-    if base is None:
-        raise ConfigError(f"{type(config).__name__} has no causal language model in transformers: unsupported family")
-    return base  # type: ignore[no-any-return]
+    """Return the library's own class for a configuration; of a composite, with all its parts. Raises ConfigError."""
+    # Of a composite the checkpoint has the names of the whole. Its class among causal models, where it has one, may be
+    # that of the text part alone (Qwen 3.5, Llama 4). Some plain families are listed among the others only (Mistral 4).
+    kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM]
+    for kind in reversed(kinds) if is_composite(config) else kinds:
+        base = kind._model_mapping.get(type(config), None)
+        if base is not None:
+            return base[0] if isinstance(base, tuple) else base  # type: ignore[no-any-return]
+    raise ConfigError(f"{type(config).__name__} has no causal language model in transformers: unsupported family")
 
 
 def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrainedModel]:
@@ -199,6 +220,8 @@ def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrained
             self.all_tied_weights_keys = {}
         else:
             layers.__class__ = RemoteLayers
+            if is_composite(config):
+                _remove_towers(self, {self.get_decoder(), self.get_output_embeddings()})
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__init__": __init__}
     return type(base.__name__, (base,), names)
@@ -373,6 +396,20 @@ def weight_map(folder: Path) -> dict[str, str]:
     if not files:
         raise ConfigError(f"{folder} holds no safetensors")
     return files
+
+
+def _remove_towers(module: nn.Module, kept: set[nn.Module | None]) -> None:
+    """Replace what owns parameters and is neither kept nor around it; parameters beside what is kept are not read."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        delattr(module, name)
+        module.register_buffer(name, torch.zeros_like(parameter), persistent=False)
+    for name, child in list(module.named_children()):
+        if child in kept:
+            continue
+        if not kept.isdisjoint(child.modules()):
+            _remove_towers(child, kept)
+        elif next(child.parameters(), None) is not None:
+            setattr(module, name, OtherTower(child))
 
 
 def _hollow_out(module: nn.Module, layers: nn.ModuleList) -> None:

@@ -145,7 +145,8 @@ class FamilyForward:
         out = self._output
         self._input = None
         self._output = None
-        assert out is not None
+        if out is None:
+            raise RuntimeError("its decoder passes over a block")
         return out
 
     def run_after_another_block(self, inputs: PassInputs) -> torch.Tensor:

@@ -83,6 +83,13 @@ def count_blocks(config: Mapping[str, Any]) -> int:
     raise IntegrityError("the config names no number of layers (num_hidden_layers, from 1 to 1,024)")
 
 
+def read_vocabulary(config: Mapping[str, Any]) -> int | None:
+    """How many tokens the text part of a composite has, where its configuration says so; None for any other model."""
+    section = config.get("text_config")
+    size = section.get("vocab_size") if isinstance(section, dict) else None
+    return size if _is_whole(size, LIMITS["vocab_size"]) else None
+
+
 def rebuild_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rebuild a configuration of what is neither code nor a place: numbers, flags, words, lists and sections of them.
 

@@ -270,8 +270,9 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
     """The group of each entry: its block, or ``n_blocks`` for the *head*: files and what is around the blocks.
 
     The blocks are the numbered list of names (``model.layers.7.…``) that counts up to the number of blocks and holds
-    the most bytes; ``compute.checkpoints.check`` asks the library whether that is so. None: numbered beyond the blocks,
-    as layers that predict several tokens are; nobody needs them. Raises IntegrityError when there is no such list.
+    the most bytes; ``compute.checkpoints.check`` asks the library whether that is so. None: nobody needs them. Such are
+    numbered beyond the blocks, as layers that predict several tokens are, or read pictures or sound. Raises
+    IntegrityError when there is no such list.
     """
     numbers_by_prefix: defaultdict[str, set[int]] = defaultdict(set)
     n_bytes: Counter[str] = Counter()
@@ -290,13 +291,18 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
         raise IntegrityError(f"no names of tensors count the {manifest.n_blocks} blocks")
     best = max(lists, key=lambda prefix: (n_bytes[prefix], -len(prefix)))
 
+    # In a composite (``model.language_model.layers.7.…``, ``model.visual.…``, ``lm_head.weight``) what has a row for
+    # each token is the decoder's, and so is all that stands where both an embedding and the blocks do.
+    vocabulary = configuration.read_vocabulary(msgspec.json.decode(manifest.config))
+    rows = {tensor.name for tensor in manifest.tensors if vocabulary and tensor.shape[:1] == (vocabulary,)}
+    places = [best[: at + 1] for at in range(len(best)) if best[at] == "."]
+    decoder = max((place for place in places if any(name.startswith(place) for name in rows)), key=len, default="")
+
     def group(name: str) -> int | None:
-        if not name.startswith(best):
-            return manifest.n_blocks
-        number = name[len(best) :].split(".")[0]
-        if not number.isdecimal():
-            return manifest.n_blocks
-        return int(number) if int(number) < manifest.n_blocks else None
+        number = name[len(best) :].split(".")[0] if name.startswith(best) else ""
+        if number.isdecimal():
+            return int(number) if int(number) < manifest.n_blocks else None
+        return manifest.n_blocks if name in rows or name.startswith(decoder) else None
 
     of_files = [manifest.n_blocks] * len(manifest.files)
     of_tensors = [group(tensor.name) for tensor in manifest.tensors]

@@ -16,7 +16,7 @@ from swarmd.compute.model import skeleton
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import adapter, manifest
 from swarmd.values import ModelId, Span
-from tests import checkpoints
+from tests import checkpoints, families
 
 BASE = ModelId("b" * 64)
 Tensors = dict[str, torch.Tensor]
@@ -321,3 +321,23 @@ def test_an_adapter_of_mlx_is_called_so(tmp_path: Path) -> None:
     (tmp_path / adapter.CONFIG_FILE).write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"an adapter of MLX \(adapters\.safetensors\), and swarmd reads PEFT's"):
         adapter.read_folder(tmp_path, BASE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava_next"])  # the latter has a parameter beside its decoder
+def test_of_a_composite_a_client_reads_and_fetches_the_text_part(family: str, tmp_path: Path) -> None:
+    """What reads pictures stays where it was added, and refuses them by name."""
+    folder = families.make(family, tmp_path, families.COMPOSITES[family])
+    read = manifest.read_folder(folder)
+    check_folder(folder, read)
+    groups = dict(zip((entry.name for entry in read.entries), manifest.entry_groups(read), strict=True))
+    names = {tensor.name for tensor in read.tensors}
+    of_text = {name for name in names if "language_model" in name or name == "lm_head.weight"}
+    fetched = {name for name in names if groups[name] is not None}
+    assert fetched == of_text != names
+    client: Any = skeleton.load(folder, None, torch.float32)
+    around = {name for name in of_text if groups[name] == read.n_blocks}
+    assert len([*client.parameters()]) == len(around)
+    ids, sizes = torch.ones(1, 3, dtype=torch.long), torch.tensor([[8, 8]])
+    with pytest.raises(ConfigError, match="only texts are served"):
+        client(ids, pixel_values=torch.zeros(1, 3, 8, 8), image_sizes=sizes, image_grid_thw=torch.ones_like(ids))
