@@ -167,7 +167,7 @@ class Gateway:
         n_batched: int,
     ) -> None:
         self.quotas = quotas
-        self.batches = Batches(store, self._answer_unseen, n_batched, quotas.clock)
+        self.batches = Batches(store, self._admit_line, self._answer_line, n_batched, quotas.clock)
         self.models = models
         self.page = page
         self.guard = guard
@@ -199,7 +199,7 @@ class Gateway:
                 self._route("/api/pull", self._pull, "POST"),
                 *(
                     Route(path, self._guarded(handler), methods=[*methods, "OPTIONS"])
-                    for path, methods, handler in batch_routes(self.batches)
+                    for path, methods, handler in batch_routes(self.batches, self.guard.owner)
                 ),
                 self._route("/openapi.json", self._describe),
                 self._route("/", self.page.file),
@@ -325,40 +325,21 @@ class Gateway:
 
     # --- answers -----------------------------------------------------------------------------------------------
 
-    async def _answer_unseen(self, path: str, key: str, content: bytes) -> dict[str, Any]:
-        """Answer a request that nobody waits for. Raises ApiError."""
-        self.guard.require(key)
-        skipped = Skipped()
-        if path in VECTORS:
-            vectors = VECTORS[path]
-            body = schema.decode_request(content, vectors.request, skipped)
-            engine = await self._load_for(key, body.model or self.models.only_model())
-            self._admit(key)
-            return await vectors.answer(engine, body, key, self.quotas)
-        form = FORMS[path]
-        body = schema.decode_request(content, form.request, skipped)
-        self._require_model(key, body.model)
-        requests = form.parse(body, key, skipped)
-        self._admit(key)
-        return await form.answer(await self._prepare_all(requests), body)
-
     async def _answer(self, request: Request, key: str, form: ApiForm) -> Response:
         skipped = Skipped()
-        body = schema.decode_request(await read_body(request), form.request, skipped)
-        self._require_model(key, body.model)
+        body, requests = self._read(await read_body(request), key, form, skipped)
         if ollama.is_empty(body):
             if not ollama.lets_go(body):
                 await self.models.load_engine(body.model)
             return json_response(ollama.answer_empty(body))
-        requests = form.parse(body, key, skipped)
         self._admit(key)
+        # Loading goes on though the client has gone: the model is there for the next one, too.
+        await self.models.load_engine(body.model)
         prepared_requests: list[PreparedRequest] = []
 
         async def prepare() -> None:
             prepared_requests.extend(await self._prepare_all(requests))
 
-        # Loading goes on though the client has gone: the model is there for the next one, too.
-        await self.models.load_engine(body.model)
         await run_while_connected(request.receive, prepare)
         if body.stream:
             produce = partial(form.stream, prepared_requests, body)
@@ -368,17 +349,37 @@ class Gateway:
     async def _measure(self, request: Request, key: str, form: VectorForm) -> Response:
         skipped = Skipped()
         body = schema.decode_request(await read_body(request), form.request, skipped)
-        name = body.model or self.models.only_model()
-        engine = await self._load_for(key, name)
+        engine = await self._load_for(key, body.model or self.models.only_model())
         self._admit(key)
         return WholeAnswer(lambda: form.answer(engine, body, key, self.quotas), form.refuse, skipped.headers)
 
-    async def _prepare_all(self, requests: Sequence[GenerationRequest]) -> list[PreparedRequest]:
+    async def _answer_line(self, path: str, owner: str, content: bytes) -> dict[str, Any]:
+        """Answer a request of a batch, which was admitted. Raises ApiError."""
+        key = self.guard.require_owner(owner)
+        if path in VECTORS:
+            asked = schema.decode_request(content, VECTORS[path].request, Skipped())
+            engine = await self._load_for(key, asked.model or self.models.only_model())
+            return await VECTORS[path].answer(engine, asked, key, self.quotas)
+        body, requests = self._read(content, key, FORMS[path], Skipped())
+        return await FORMS[path].answer(await self._prepare_all(requests, keeps=False), body)
+
+    def _admit_line(self, owner: str) -> None:
+        self._admit(self.guard.require_owner(owner))
+
+    def _read(
+        self, content: bytes, key: str, form: ApiForm, skipped: Skipped
+    ) -> tuple[Any, Sequence[GenerationRequest]]:
+        """Read a request of a key: its body, and what it asks of the model. Raises ApiError."""
+        body = schema.decode_request(content, form.request, skipped)
+        self._require_model(key, body.model)
+        return body, [] if ollama.is_empty(body) else form.parse(body, key, skipped)
+
+    async def _prepare_all(self, requests: Sequence[GenerationRequest], keeps: bool = True) -> list[PreparedRequest]:
         """Prepare what one request asks for. Raises ApiError."""
         engine = await self.models.load_engine(requests[0].model)
         prepared_requests = []
         for generation_request in requests:
-            meant = replace(generation_request, model=self.models.meant(generation_request.model))
+            meant = replace(generation_request, model=self.models.meant(generation_request.model), keeps=keeps)
             prepared_requests.append(await prepare_request(engine, meant, self.metrics, self.quotas))
         return prepared_requests
 

@@ -73,14 +73,20 @@ class Guard:
             reason = "this key is not known"
         raise ApiError(401, "authentication_error", reason, None, "invalid_api_key")
 
-    def require(self, name: str) -> None:
-        """Refuse what is done for a key that was taken back, or has ended, meanwhile. Raises ApiError."""
-        if not name:
-            return
+    def owner(self, name: str) -> str:
+        """Say whose something is that outlasts a request: not that of a later key of the same name."""
         key = self.keys.named(name)
-        if key is None:
+        return f"{name}@{key.sha256[:16]}" if key else ""
+
+    def require_owner(self, owner: str) -> str:
+        """Return the name of an owner's key. Raises ApiError for one that was taken back, or has ended, meanwhile."""
+        name = owner.partition("@")[0]
+        key = self.keys.named(name)
+        if owner != self.owner(name):
             raise ApiError(401, "authentication_error", "this key was taken back", None, "invalid_api_key")
-        self._require_current(key)
+        if key is not None:
+            self._require_current(key)
+        return name
 
     def _require_current(self, key: ApiKey) -> None:
         if key.ends_at and key.ends_at <= self._clock():

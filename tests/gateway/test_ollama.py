@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from swarmd.errors import NoRoute
 from swarmd.gateway.apis.skipped import HEADER
 from swarmd.home.models import bundled_folder
-from tests.gateway.played import HASH, LONGEST, MODEL, played_gateway
+from tests.gateway.played import CHATML, HASH, LONGEST, MODEL, played_gateway
 from tests.gateway.scripted import TEMPLATE, ScriptedModel, call
 
 USER = [{"role": "user", "content": "Say hello."}]
@@ -193,3 +193,37 @@ async def test_a_text_that_is_too_long_is_cut_unless_told_otherwise(tmp_path: Pa
         answer = await played.post("/api/embed", input=long, truncate=False)
         assert answer.status_code == 400
         assert "divide it" in answer.json()["error"]
+
+
+async def test_where_nobody_said_that_an_answer_goes_on_it_is_answered_if_it_cannot(tmp_path: Path) -> None:
+    """A schema holds a whole answer, and some templates leave something out of what an assistant said."""
+    turns = [*USER, {"role": "assistant", "content": "The sea"}]
+    async with played_gateway(tmp_path) as played:
+        asked = {"messages": turns, "stream": False, "format": "json", "options": {"num_predict": 4}}
+        assert not (await played.read_prompt("/api/chat", **asked)).endswith("The sea")
+    changed = CHATML.replace("m.content", "m.content | upper")
+    assert changed != CHATML
+    async with played_gateway(tmp_path, template=changed) as played:
+        asked = {"messages": turns, "stream": False, "options": {"num_predict": 4}}
+        assert not (await played.read_prompt("/api/chat", **asked)).endswith("THE SEA")
+        said = {"messages": turns, "max_tokens": 4, "continue_final_message": True}
+        assert (await played.post("/v1/chat/completions", **said)).status_code == 400
+
+
+async def test_a_page_may_read_why_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = "https://chat.example"
+    async with played_gateway(tmp_path, origins=(origin,)) as played:
+
+        async def refuse(terms: Any) -> Any:
+            raise NoRoute("blocks 3 to 5 are served by nobody now")
+
+        monkeypatch.setattr(played.swarm, "open_session", refuse)
+        for path, asked in (
+            ("/api/chat", {"messages": USER}),
+            ("/v1/chat/completions", {"messages": USER}),
+            ("/v1/embeddings", {"input": "x"}),
+        ):
+            body = {"model": MODEL, **asked}
+            answer = await played.http.post(path, json=body, headers={"origin": origin})
+            assert answer.status_code == 503
+            assert answer.headers["access-control-allow-origin"] == origin, path

@@ -169,6 +169,49 @@ def test_while_one_answer_grows_another_conversation_is_asked(browser: Stage) ->
     assert [answers[0], said(browser)[0]] == ["quick", "slow"]
 
 
+def test_a_few_answers_grow_at_a_time(browser: Stage) -> None:
+    """A browser has six connections to a gateway."""
+    page = browser.page
+    for question in ("one", "two", "three"):
+        browser.ask(question)
+        browser.see(".turn.assistant", "")
+        open_side(browser)
+        page.click("text=New")
+    send = page.locator(".ask button[type=submit]")
+    playwright.expect(send).to_be_disabled()
+    browser.see(".ask [role=status]", "3 other answers are still being written")
+    for _ in range(3):
+        browser.reply({"content": "done"})
+    playwright.expect(send).to_be_enabled(timeout=WAIT_MS)
+
+
+def test_a_conversation_is_asked_in_one_tab_at_a_time(browser: Stage) -> None:
+    ask(browser, "one", "first")
+    other = browser.page.context.new_page()
+    other.goto(browser.page.url)
+    if other.locator("details.side").get_attribute("open") is None:
+        other.click("details.side > summary")
+    other.click(".conversations .title")
+    browser.ask("two")  # which the gateway does not answer yet
+    note = other.locator(".ask [role=status]")
+    playwright.expect(note).to_have_text("This conversation is being answered in another tab.", timeout=WAIT_MS)
+    if other.locator("details.side").get_attribute("open") is None:
+        other.click("details.side > summary")
+    other.click(".more summary")
+    other.locator(".more").get_by_text("Rename").click()
+    other.fill("[aria-label=Title]", "Renamed")
+    other.press("[aria-label=Title]", "Enter")
+    open_side(browser)
+    titles = browser.page.locator(".conversations .title")
+    playwright.expect(titles).to_have_text("Renamed")
+    browser.reply({"content": "second"})
+    playwright.expect(browser.page.locator(".turn.assistant .said")).to_have_text(["first", "second"])
+    playwright.expect(note).not_to_contain_text("another tab", timeout=WAIT_MS)
+    playwright.expect(other.locator(".turn.assistant .said")).to_have_text(["first", "second"])
+    playwright.expect(titles).to_have_text("Renamed")
+    other.close()
+
+
 def test_what_is_edited_or_asked_again_grows_a_branch(browser: Stage) -> None:
     page = browser.page
     ask(browser, "one", "first")
@@ -395,13 +438,18 @@ def wait_kept(page: Any, text: str) -> None:
         page.wait_for_timeout(50)
 
 
-def test_who_closes_the_page_in_mid_answer_loses_nothing(browser: Stage) -> None:
+@pytest.mark.parametrize("is_at_once", [False, True], ids=["later", "at once"])
+def test_who_closes_the_page_in_mid_answer_loses_nothing(browser: Stage, is_at_once: bool) -> None:
     page = browser.page
     browser.replies.put([{"choices": [{"delta": {"content": "half an answer"}, "finish_reason": None}]}, None])
     browser.ask("Tell me")
     browser.see(".turn.assistant .said", "half an answer")
-    wait_kept(page, "half an answer")
-    page.reload()
+    if is_at_once:
+        page.goto("about:blank")
+        page.goto(browser.url)
+    else:
+        wait_kept(page, "half an answer")
+        page.reload()
     open_side(browser)
     page.click(".conversations .title")
     browser.see(".turn.assistant .said", "half an answer")

@@ -383,6 +383,20 @@ def test_who_was_silent_for_long_gives_way_to_anybody() -> None:
     assert ledger.free_tokens == 0
 
 
+def test_a_clients_own_silent_sessions_give_way_to_it_and_not_while_they_compute() -> None:
+    ledger = CacheLedger(10_000)
+    for at, key in enumerate(((b"1", 0), (b"2", 0))):
+        ledger.reserve(key, b"a", 2_500, float(at))
+        ledger.use(key, 2_500, float(at))
+    now = SILENT_S + 10
+    ledger.touch((b"1", 0), now)
+    with pytest.raises(Refused, match="holds 2500 of at most 5000"):
+        ledger.reserve((b"n", 0), b"a", 2_501, now)
+    assert ledger.free_tokens == 5_000
+    assert ledger.reserve((b"n", 0), b"a", 2_500, now) == [(b"2", 0)]
+    assert ledger.free_tokens == 5_000
+
+
 def test_who_uses_more_than_a_fair_share_gives_way() -> None:
     """Idle sessions first, then the newest; whoever uses less than a fair share is left alone."""
     ledger = CacheLedger(90_000)

@@ -96,7 +96,8 @@ def parse_chat(request: OllamaChatRequest, key: str, skipped: Skipped) -> Genera
     """Translate a chat. Raises ApiError for what is not done here."""
     turns = _number_calls([_read_turn(turn, index) for index, turn in enumerate(request.messages)])
     tools = _read_tools(request.tools or (), skipped)
-    return _make_request(request, key, skipped, messages=turns, tools=tools, continues=ends_unfinished(turns))
+    goes_on = {"continues": ends_unfinished(turns), "is_guess": True}
+    return _make_request(request, key, skipped, messages=turns, tools=tools, **goes_on)
 
 
 def parse_generate(request: OllamaGenerateRequest, key: str, skipped: Skipped) -> GenerationRequest:

@@ -48,8 +48,9 @@ def parse_chat(request: ChatRequest, key: str, skipped: Skipped) -> GenerationRe
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     tools = _read_tools(request.tools or [], skipped)
     messages = [read_turn(m, i, skipped) for i, m in enumerate(request.messages)]
-    continues = request.continue_final_message
-    if continues is None:  # as DeepSeek, llama.cpp and OpenRouter do; vLLM only when it is told
+    is_guess = request.continue_final_message is None  # llama.cpp and OpenRouter make it; vLLM has to be told
+    continues = bool(request.continue_final_message)
+    if is_guess:
         continues = request.add_generation_prompt is None and ends_unfinished(messages)
     if continues and messages[-1]["role"] != "assistant":
         raise bad_request("continue_final_message needs an assistant's message at the end", "continue_final_message")
@@ -72,6 +73,7 @@ def parse_chat(request: ChatRequest, key: str, skipped: Skipped) -> GenerationRe
             **(request.chat_template_kwargs or {}),
         },
         continues=continues,
+        is_guess=is_guess,
         begins_answer=request.add_generation_prompt is not False,
         key=key,
         skipped=skipped.told,

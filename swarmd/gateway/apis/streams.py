@@ -110,7 +110,7 @@ class EventStream(Response):
                 logger.error("a stream failed", exc_info=mistake)
                 failure = internal_error()
             if failure is not None and not emit.has_begun:
-                await self._refuse(failure)(scope, receive, send)
+                await _with_headers(self._refuse(failure), self)(scope, receive, send)
             else:
                 if failure is not None:
                     await self._fail(emit, failure)
@@ -144,15 +144,17 @@ class WholeAnswer(Response):
             nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
             try:
                 response = json_response(await self._produce())
-                response.headers.update(self._own_headers())
             except ApiError as error:
                 response = self._refuse(error)
             nursery.cancel_scope.cancel()
         if response is not None:
-            await response(scope, receive, send)
+            await _with_headers(response, self)(scope, receive, send)
 
-    def _own_headers(self) -> dict[str, str]:
-        return {name: value for name, value in self.headers.items() if name != "content-length"}
+
+def _with_headers(response: Response, planned: Response) -> Response:
+    """Give a response what was meant for the one that is sent in its place: who may read it, and what was skipped."""
+    response.headers.update({name: value for name, value in planned.headers.items() if name != "content-length"})
+    return response
 
 
 def json_response(

@@ -66,6 +66,8 @@ class GenerationRequest:
     several_calls: bool = False  # where a call is forced: a small model would not stop
     template: JsonObject = field(default_factory=dict)
     continues: bool = False  # the last message, an assistant's, instead of answering it
+    is_guess: bool = False  # that it continues: nobody said so
+    keeps: bool = True  # the session, for a next turn
     begins_answer: bool = True  # the template writes what an answer begins with
     key: str = ""
     skipped: tuple[str, ...] = ()  # what of it is left out
@@ -189,7 +191,7 @@ async def prepare_request(
     # Nothing here opens a session: what is refused has cost the swarm nothing.
     with refusals.as_api_errors():
         engine.turns.require_room(request.key)
-    prompt = await make_prompt(engine, request)
+    request, prompt = await _make_prompt_of_guess(engine, request)
     limit = engine.ends.max_tokens
     n_prompt = len(prompt.ids)
     if not n_prompt:
@@ -219,8 +221,28 @@ async def prepare_request(
         shown=engine.token_bytes.special_among(() if formats is None else formats.tokens),
         looks_up=engine.ends.can_crop,
         key=request.key,
+        keeps=request.keeps,
     )
     return PreparedRequest(engine, options, request, formats, is_forced, is_thinking, metrics, quotas)
+
+
+async def _make_prompt_of_guess(
+    engine: GenerationEngine, request: GenerationRequest
+) -> tuple[GenerationRequest, Prompt]:
+    """Make the prompt; a request of which it was but a guess that it continues answers where it cannot.
+
+    Raises ApiError.
+    """
+    is_held = request.schema is not None or bool(request.tools and request.tool_choice not in ("auto", "none"))
+    answering = replace(request, continues=False)
+    if request.is_guess and is_held:  # a schema holds a whole answer
+        request = answering
+    try:
+        return request, await make_prompt(engine, request)
+    except ApiError:
+        if not (request.is_guess and request.continues):
+            raise
+        return answering, await make_prompt(engine, answering)
 
 
 async def make_prompt(engine: GenerationEngine, request: GenerationRequest) -> Prompt:

@@ -1,9 +1,13 @@
-"""A batch as OpenAI has it: the lines of its file, and what is told of it. Pure: times are arguments."""
+"""A batch as OpenAI has it: the lines of its file, and what is told of it. Pure, but for the names of
+answers: times are arguments."""
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from io import BytesIO
+from secrets import token_hex
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +17,7 @@ MOST_LINES = 50_000  # of one batch, as OpenAI has it
 MOST_TOLD = 20  # faults of a file: a person mends these first
 WINDOW_S = 86_400  # within which a batch is answered, or ends with what there is
 
+LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
 JsonObject = dict[str, Any]
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Labels = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
@@ -47,7 +52,10 @@ class LineFault(msgspec.Struct, frozen=True):
 
 
 class StoredBatch(msgspec.Struct):
-    """A batch, as it is kept: whose it is, what it asks, and what has become of it. Times are seconds since 1970."""
+    """A batch, as it is kept: whose it is, what it asks, and what has become of it. Times are seconds since 1970.
+
+    ``owner`` is the key that it is for (``Guard.owner``).
+    """
 
     id: str
     owner: str
@@ -76,7 +84,11 @@ def read_lines(data: bytes, endpoint: str) -> tuple[list[BatchLine], list[LineFa
     lines: list[BatchLine] = []
     faults: list[LineFault] = []
     known: set[str] = set()
-    for number, text in enumerate(data.splitlines(), 1):
+    for number, text in enumerate(BytesIO(data.removeprefix(BOM_UTF8)), 1):
+        if number > MOST_LINES:
+            faults.append(LineFault("too_many_requests", f"more than {MOST_LINES} lines do not fit in a batch"))
+        if len(faults) >= MOST_TOLD or number > MOST_LINES:
+            break
         if not text.strip():
             continue
         try:
@@ -94,9 +106,7 @@ def read_lines(data: bytes, endpoint: str) -> tuple[list[BatchLine], list[LineFa
         lines.append(line)
     if not lines and not faults:
         faults.append(LineFault("empty_file", "the file has no requests"))
-    if len(lines) > MOST_LINES:
-        faults.append(LineFault("too_many_requests", f"{len(lines)} requests, at most {MOST_LINES} fit in a batch"))
-    return lines, faults[:MOST_TOLD]
+    return lines, faults
 
 
 class _Answered(msgspec.Struct):
@@ -107,7 +117,7 @@ def read_answered(data: bytes) -> tuple[set[str], int]:
     """Tell which requests a file of answers has, and how many of its bytes are whole lines: a kill may cut the last."""
     answered = set()
     n_bytes = 0
-    for text in data.splitlines(keepends=True):
+    for text in BytesIO(data):
         if not text.endswith(b"\n"):
             break
         n_bytes += len(text)
@@ -116,20 +126,23 @@ def read_answered(data: bytes) -> tuple[set[str], int]:
     return answered, n_bytes
 
 
-def write_answer(number: str, custom_id: str, status: int, body: JsonObject) -> bytes:
-    """Write a line of the files of answers and errors; ``number`` names the request."""
-    response = {"status_code": status, "request_id": number, "body": body}
-    return _line({"id": number, "custom_id": custom_id, "response": response, "error": None})
+def write_answer(custom_id: str, status: int, body: JsonObject) -> bytes:
+    """Write the line of a request that was answered, or refused with an HTTP status."""
+    return _write_line(custom_id, {"status_code": status, "request_id": f"req_{token_hex(12)}", "body": body}, None)
 
 
-def write_expired(number: str, custom_id: str) -> bytes:
+def write_expired(custom_id: str) -> bytes:
     """Write the line of a request that was not answered within the window."""
-    error = {"code": "batch_expired", "message": f"not answered within {WINDOW_S // 3600} hours"}
-    return _line({"id": number, "custom_id": custom_id, "response": None, "error": error})
+    message = f"not answered within {WINDOW_S // 3600} hours"
+    return _write_line(custom_id, None, {"code": "batch_expired", "message": message})
 
 
-def _line(value: JsonObject) -> bytes:
-    return msgspec.json.encode(value) + b"\n"
+def _write_line(custom_id: str, response: JsonObject | None, error: JsonObject | None) -> bytes:
+    line = {"id": f"batch_req_{token_hex(12)}", "custom_id": custom_id, "response": response, "error": error}
+    encoded = msgspec.json.encode(line)
+    for raw, escaped in LINE_ENDS.items():  # which many programs take for the end of a line
+        encoded = encoded.replace(raw, escaped)
+    return encoded + b"\n"
 
 
 def describe(batch: StoredBatch) -> JsonObject:
@@ -163,7 +176,7 @@ def describe(batch: StoredBatch) -> JsonObject:
 def list_page(items: Collection[JsonObject], limit: int, after: str | None) -> JsonObject:
     """List what is behind ``after``, at most ``limit``, in OpenAI's form."""
     ids = [item["id"] for item in items]
-    start = ids.index(after) + 1 if after in ids else 0
+    start = 0 if after is None else ids.index(after) + 1 if after in ids else len(ids)
     page = [*items][start : start + limit]
     bounds = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
     return {"object": "list", "data": page, "has_more": start + limit < len(items), **bounds}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from email import message_from_bytes
 from email.message import Message
-from email.policy import HTTP
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,54 +20,63 @@ from swarmd.gateway.batches.store import StoredFile
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MOST_NAME = 255  # letters of a file's name
+MOST_HEAD = 1_024  # bytes of a part's head: two lines
+MOST_PARTS = 16  # of a form
 MOST_LISTED = 10_000  # of one page of a list
 
 Handler = Callable[[Request, str], Awaitable[Response]]
 
 
-def batch_routes(batches: Batches) -> list[tuple[str, tuple[str, ...], Handler]]:
+def batch_routes(batches: Batches, owner_of: Callable[[str], str]) -> list[tuple[str, tuple[str, ...], Handler]]:
     """The paths of files and batches: which methods each takes, and what it does for a key."""
     store = batches.store
+
+    def owned(handler: Handler) -> Handler:
+        async def answer(request: Request, key: str) -> Response:
+            store.require_own()
+            return await handler(request, owner_of(key))
+
+        return answer
 
     def describe_file(file: StoredFile) -> JsonObject:
         shown = {"filename": file.filename, "purpose": file.purpose, "created_at": file.created_at}
         return {"id": file.id, "object": "file", "bytes": store.size_of(file.id), **shown, "status": "processed"}
 
-    async def answer_files(request: Request, key: str) -> Response:
+    async def answer_files(request: Request, owner: str) -> Response:
         if request.method == "POST":
             content = await read_body(request, "multipart/form-data")
             filename, data = read_form(request.headers["content-type"], content)
-            return json_response(describe_file(store.add_file(key, filename, data, batches.clock())))
-        listed = [describe_file(file) for file in store.files_of(key)]
+            return json_response(describe_file(store.add_file(owner, filename, data, batches.clock())))
+        listed = [describe_file(file) for file in store.files_of(owner)]
         return json_response(list_page(listed, *_read_page(request)))
 
-    async def answer_file(request: Request, key: str) -> Response:
-        file = store.file(key, request.path_params["name"])
+    async def answer_file(request: Request, owner: str) -> Response:
+        file = store.file(owner, request.path_params["name"])
         if request.method == "DELETE":
             store.remove_file(file)
             return json_response({"id": file.id, "object": "file", "deleted": True})
         return json_response(describe_file(file))
 
-    async def answer_content(request: Request, key: str) -> Response:
-        file = store.file(key, request.path_params["name"])
+    async def answer_content(request: Request, owner: str) -> Response:
+        file = store.file(owner, request.path_params["name"])
         return Response(store.read(file.id), media_type="application/octet-stream")
 
-    async def answer_batches(request: Request, key: str) -> Response:
+    async def answer_batches(request: Request, owner: str) -> Response:
         if request.method == "POST":
             asked = decode_request(await read_body(request), BatchRequest, Skipped())
-            return json_response(describe(batches.begin(key, asked, ENDPOINTS)))
-        listed = [describe(batch) for batch in store.batches_of(key)]
+            return json_response(describe(batches.begin(owner, asked, ENDPOINTS)))
+        listed = [describe(batch) for batch in store.batches_of(owner)]
         return json_response(list_page(listed, *_read_page(request)))
 
-    async def answer_batch(request: Request, key: str) -> Response:
-        return json_response(describe(store.batch(key, request.path_params["name"])))
+    async def answer_batch(request: Request, owner: str) -> Response:
+        return json_response(describe(store.batch(owner, request.path_params["name"])))
 
-    async def cancel_batch(request: Request, key: str) -> Response:
-        batch = store.batch(key, request.path_params["name"])
+    async def cancel_batch(request: Request, owner: str) -> Response:
+        batch = store.batch(owner, request.path_params["name"])
         batches.cancel(batch)
         return json_response(describe(batch))
 
-    return [
+    handlers: list[tuple[str, tuple[str, ...], Handler]] = [
         ("/v1/files", ("GET", "POST"), answer_files),
         ("/v1/files/{name}", ("GET", "DELETE"), answer_file),
         ("/v1/files/{name}/content", ("GET",), answer_content),
@@ -76,17 +84,24 @@ def batch_routes(batches: Batches) -> list[tuple[str, tuple[str, ...], Handler]]
         ("/v1/batches/{name}", ("GET",), answer_batch),
         ("/v1/batches/{name}/cancel", ("POST",), cancel_batch),
     ]
+    return [(path, methods, owned(handler)) for path, methods, handler in handlers]
 
 
 def read_form(kind: str, content: bytes) -> tuple[str, bytes]:
     """Read a form of a content type, with one file; returns the file's name and its bytes. Raises ApiError."""
-    # The standard library's parser of mail reads a form as what it is, a message of several parts, and in memory. It
-    # raises whatever it stumbles over in heads that are wrong.
-    try:
-        form = message_from_bytes(f"content-type: {kind}\r\n\r\n".encode("latin-1") + content, policy=HTTP)
-        parts = {part.get_param("name", header="content-disposition"): _read_part(part) for part in form.iter_parts()}
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise bad_request(f"the form cannot be read: {error}") from None
+    # The standard library reads the few words of a part's head; contents are cut out as they are.
+    boundary = _read_head(b"content-type: " + kind.encode("latin-1")).get_boundary()
+    if not boundary:
+        raise bad_request("the form has no boundary: Content-Type: multipart/form-data; boundary=...")
+    parts: dict[object, tuple[str, bytes]] = {}
+    mark = b"\r\n--" + boundary.encode("latin-1", "replace")
+    for part in (b"\r\n" + content).split(mark, MOST_PARTS)[1:MOST_PARTS]:
+        if part.startswith(b"--"):
+            break
+        head, _, data = part.partition(b"\r\n\r\n")
+        fields = _read_head(head.strip())
+        name = fields.get_param("name", header="content-disposition")
+        parts[name] = (fields.get_filename("batch.jsonl"), data)
     if "file" not in parts:
         raise bad_request("file is missing: a form's part with the requests, one JSON object a line", "file")
     _, purpose = parts.get("purpose", ("", b""))
@@ -96,9 +111,13 @@ def read_form(kind: str, content: bytes) -> tuple[str, bytes]:
     return filename[:MOST_NAME], data
 
 
-def _read_part(part: Message) -> tuple[str, bytes]:
-    content = part.get_payload(decode=True)
-    return part.get_filename("batch.jsonl"), content if isinstance(content, bytes) else b""  # of a form within a form
+def _read_head(head: bytes) -> Message:
+    if len(head) > MOST_HEAD:
+        raise bad_request(f"the form cannot be read: a part's head has at most {MOST_HEAD} bytes")
+    try:
+        return message_from_bytes(head)
+    except (LookupError, TypeError, ValueError) as error:
+        raise bad_request(f"the form cannot be read: {error}") from None
 
 
 def _read_page(request: Request) -> tuple[int, str | None]:

@@ -30,33 +30,46 @@ from swarmd.net.api import TaskStatus
 logger = logging.getLogger(__name__)
 
 MOST_OPEN = 4  # batches of one key at a time: each has its file in memory
+FULL_DISK_S = 10.0  # until it is tried again
 
 Answer = Callable[[str, str, bytes], Awaitable[JsonObject]]
 
 
 class Batches:
-    """All batches of one gateway. ``answer`` takes an endpoint, a key's name and a body, and raises ApiError.
+    """All batches of one gateway. ``admit`` counts a request of an owner, ``answer`` takes an endpoint, an owner and a
+    body; both raise ApiError.
 
     ``n_at_once`` of all batches' requests are answered at a time. ``clock``: seconds since 1970.
     """
 
-    def __init__(self, store: BatchStore, answer: Answer, n_at_once: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: BatchStore,
+        admit: Callable[[str], None],
+        answer: Answer,
+        n_at_once: int,
+        clock: Callable[[], float],
+    ) -> None:
         self.store = store
+        self.clock = clock
+        self._admit = admit
         self._answer = answer
         self._n_at_once = n_at_once
         self._room = trio.Semaphore(n_at_once)
-        self.clock = clock
         self._scopes: dict[str, trio.CancelScope] = {}
         self._nursery: trio.Nursery | None = None
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Go on with the batches that a former gateway left, and run those that come, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            for batch in self.store.open_batches():
-                nursery.start_soon(self._run, batch)
-            task_status.started()
-            await trio.sleep_forever()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for batch in self.store.open_batches():
+                    nursery.start_soon(self._run, batch)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self.store.close()
 
     def begin(self, owner: str, request: BatchRequest, endpoints: tuple[str, ...]) -> StoredBatch:
         """Take a batch; one whose file has faults has failed. Raises ApiError."""
@@ -71,10 +84,11 @@ class Batches:
         name = f"batch_{secrets.token_hex(12)}"
         batch = StoredBatch(name, owner, request.endpoint, source.id, now, request.metadata)
         lines, faults = read_lines(self.store.read(source.id), batch.endpoint)
-        batch.faults = tuple(faults)
         if faults:
+            batch.faults = tuple(faults)
             batch.state, batch.ended_at = "failed", now
         else:
+            self.store.require_room(owner, 2)
             batch.n_lines = len(lines)
             for field in ("output", "error"):
                 file = self.store.add_file(owner, f"{name}_{field}.jsonl", b"", now, "batch_output")
@@ -89,22 +103,32 @@ class Batches:
         if batch.state != "in_progress":
             raise ApiError(409, "invalid_request_error", f"this batch has ended: {batch.state}", "batch_id")
         batch.cancelling_at = batch.cancelling_at or int(self.clock())
-        self.store.keep_batch(batch)
         scope = self._scopes.get(batch.id)
         if scope is not None:
             scope.cancel()
+        else:  # it has not begun, or has stopped
+            batch.state, batch.ended_at = "cancelled", int(self.clock())
+        self.store.keep_batch(batch)
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
+    async def _run(self, batch: StoredBatch) -> None:
+        try:
+            if batch.state == "in_progress":
+                await self._run_to_its_end(batch)
+        except OSError as error:
+            logger.warning("%s stops, and goes on after a restart: %s", batch.id, error)
+        except Exception as mistake:
+            logger.error("%s stops, and goes on after a restart", batch.id, exc_info=mistake)
+        finally:
+            self._scopes.pop(batch.id, None)
+
     # As many tasks as there is room take its requests from one iterator. So all batches have the same share of the
     # room, however many requests they have, and none is held in memory twice.
-    async def _run(self, batch: StoredBatch) -> None:
+    async def _run_to_its_end(self, batch: StoredBatch) -> None:
         lines, _ = read_lines(self.store.read(batch.input_file_id), batch.endpoint)
-        if not lines:
-            batch.faults = (LineFault("missing_file", "the file was deleted before a restart"),)
-            self._end(batch, "failed")
-            return
-        left = self._find_left(batch, lines)
+        answered = self._read_answered(batch)
+        left = [line for line in lines if line.custom_id not in answered]
         requests = iter(left)
         with trio.move_on_after(max(0.0, batch.expires_at - self.clock())) as scope:
             self._scopes[batch.id] = scope
@@ -112,38 +136,55 @@ class Batches:
                 scope.cancel()
             async with trio.open_nursery() as nursery:
                 for _ in range(min(self._n_at_once, len(left))):
-                    nursery.start_soon(self._work, batch, requests)
-        del self._scopes[batch.id]
+                    nursery.start_soon(self._work, batch, requests, answered)
         state: State = "completed"
-        if scope.cancelled_caught:
-            state = "cancelled" if batch.cancelling_at is not None else "expired"
-        if state == "expired":
-            for line in self._find_left(batch, lines):
-                self._note(batch, write_expired(_number(), line.custom_id), is_failure=True)
-        self._end(batch, state)
-
-    def _end(self, batch: StoredBatch, state: State) -> None:
+        if not lines:
+            batch.faults = (LineFault("missing_file", "the file of requests is gone"),)
+            state = "failed"
+        elif scope.cancelled_caught and batch.cancelling_at is not None:
+            state = "cancelled"
+        elif scope.cancelled_caught:
+            state = "expired"
+            late = [line for line in lines if line.custom_id not in answered]
+            await self._write(batch.error_file_id, b"".join(write_expired(line.custom_id) for line in late))
+            batch.n_failed += len(late)
         batch.state, batch.ended_at = state, int(self.clock())
-        try:
-            self.store.keep_batch(batch)
-        except ApiError:
-            logger.error("that %s has ended is not kept: after a restart it ends again", batch.id)
+        self.store.keep_batch(batch)
 
-    async def _work(self, batch: StoredBatch, requests: Iterator[BatchLine]) -> None:
+    def _read_answered(self, batch: StoredBatch) -> set[str]:
+        """Read which requests have an answer, and count them; a line that was cut is dropped. Raises OSError."""
+        found = []
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            if file_id is None:
+                raise OSError(f"{batch.id} names no file for its answers")
+            ids, n_bytes = read_answered(self.store.read(file_id))
+            self.store.cut(file_id, n_bytes)
+            found.append(ids)
+        batch.n_completed, batch.n_failed = map(len, found)
+        return found[0] | found[1]
+
+    async def _work(self, batch: StoredBatch, requests: Iterator[BatchLine], answered: set[str]) -> None:
         for line in requests:
-            number = _number()
             try:
-                answer = await self._answer_line(batch, line)
+                written = write_answer(line.custom_id, 200, await self._answer_line(batch, line))
+                is_answered = True
             except ApiError as error:
-                self._note(batch, write_answer(number, line.custom_id, error.status, error.body), is_failure=True)
-            else:
-                self._note(batch, write_answer(number, line.custom_id, 200, answer))
+                written = write_answer(line.custom_id, error.status, error.body)
+                is_answered = False
+            await self._write(batch.output_file_id if is_answered else batch.error_file_id, written)
+            answered.add(line.custom_id)
+            batch.n_completed += is_answered
+            batch.n_failed += not is_answered
 
     async def _answer_line(self, batch: StoredBatch, line: BatchLine) -> JsonObject:
         """Answer one request, coming back as often as it takes. Raises ApiError for what cannot be answered."""
+        is_admitted = False  # once: a request that has to come back is none more
         while True:
             try:
                 async with self._room:
+                    if not is_admitted:
+                        self._admit(batch.owner)
+                        is_admitted = True
                     return await self._answer(batch.endpoint, batch.owner, bytes(line.body))
             except ApiError as error:
                 if error.retry_after_s is None:
@@ -154,30 +195,8 @@ class Batches:
                 raise internal_error() from None
             await trio.sleep(wait_s)
 
-    def _find_left(self, batch: StoredBatch, lines: list[BatchLine]) -> list[BatchLine]:
-        """Find the requests that have no answer yet, and count those that have one; a line that was cut is dropped."""
-        answered: set[str] = set()
-        counts = []
-        for file_id in (batch.output_file_id, batch.error_file_id):
-            assert file_id is not None
-            ids, n_bytes = read_answered(self.store.read(file_id))
-            self.store.cut(file_id, n_bytes)
-            answered |= ids
-            counts.append(len(ids))
-        batch.n_completed, batch.n_failed = counts
-        return [line for line in lines if line.custom_id not in answered]
-
-    def _note(self, batch: StoredBatch, line: bytes, is_failure: bool = False) -> None:
-        """Add an answer to its file, if that is still there, and count it."""
-        file_id = batch.error_file_id if is_failure else batch.output_file_id
+    async def _write(self, file_id: str | None, lines: bytes) -> None:
+        """Add lines to a file of answers, as soon as the disk takes them. Raises OSError for one that is gone."""
         assert file_id is not None
-        if not self.store.append(file_id, line):
-            logger.error("an answer of %s is lost: its file has gone, or the disk is full", batch.id)
-        elif is_failure:
-            batch.n_failed += 1
-        else:
-            batch.n_completed += 1
-
-
-def _number() -> str:
-    return f"batch_req_{secrets.token_hex(12)}"
+        while not self.store.append(file_id, lines):
+            await trio.sleep(FULL_DISK_S)

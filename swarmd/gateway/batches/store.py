@@ -6,11 +6,12 @@ line, so nothing but the last line can be cut.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -25,11 +26,13 @@ logger = logging.getLogger(__name__)
 FOLDER = "gateway-batches"
 MOST_KEY_BYTES = 256 * 2**20  # of one key's files together, uploaded and answered
 MOST_KEY_FILES = 256  # of one key, uploaded and answered
+MOST_KEY_BATCHES = 256  # of one key that have ended: of older ones the files stay
+LOCK = "lock"
 N = TypeVar("N", bound=msgspec.Struct)
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file of a key's; ``purpose`` is OpenAI's: batch, or batch_output."""
+    """A file of a key's (``Guard.owner``); ``purpose`` is OpenAI's: batch, or batch_output."""
 
     id: str
     owner: str
@@ -43,8 +46,20 @@ class BatchStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
+        self._lock = self._take_lock()
         self._files = {file.id: file for file in self._read_notes("file-*.json", StoredFile)}
         self._batches = {batch.id: batch for batch in self._read_notes("batch_*.json", StoredBatch)}
+
+    def require_own(self) -> None:
+        """Refuse what another gateway of this home does. Raises ApiError."""
+        if self._lock is None:
+            message = "another gateway of this home has its files and batches: ask that one"
+            raise ApiError(503, "server_error", message)
+
+    def close(self) -> None:
+        """Let another gateway of this home have them."""
+        if self._lock is not None:
+            self._lock.close()
 
     # --- files ---------------------------------------------------------------------------------------------------
 
@@ -61,44 +76,48 @@ class BatchStore:
 
     def add_file(self, owner: str, filename: str, data: bytes, now: float, purpose: str = "batch") -> StoredFile:
         """Keep a file. Raises ApiError where its key has too many, or the disk is full."""
-        owned = self.files_of(owner)
-        n_bytes = sum(self.size_of(file.id) for file in owned) + len(data)
-        if purpose == "batch" and (n_bytes > MOST_KEY_BYTES or len(owned) >= MOST_KEY_FILES):
-            limits = f"{MOST_KEY_FILES} files and {MOST_KEY_BYTES >> 20} MiB"
-            raise ApiError(413, "invalid_request_error", f"a key keeps at most {limits}: delete files first")
+        self.require_room(owner, 1, len(data))
         file = StoredFile(f"file-{secrets.token_hex(12)}", owner, filename, purpose, int(now))
-        self._write(self._path_of(file.id), data)
         self._write_note(file)
         self._files[file.id] = file
+        self._write(self._path_of(file.id), data)
         return file
 
+    def require_room(self, owner: str, n_files: int, n_bytes: int = 0) -> None:
+        """Refuse more files than a key may have. Raises ApiError."""
+        owned = self.files_of(owner)
+        n_kept = sum(self.size_of(file.id) for file in owned)
+        if len(owned) + n_files > MOST_KEY_FILES or n_kept + n_bytes > MOST_KEY_BYTES:
+            limits = f"{MOST_KEY_FILES} files and {MOST_KEY_BYTES >> 20} MiB"
+            raise ApiError(413, "invalid_request_error", f"a key keeps at most {limits}: delete files first")
+
     def remove_file(self, file: StoredFile) -> None:
-        """Delete a file. What a batch still writes into it goes nowhere."""
+        """Delete a file. Raises ApiError for one of a batch that has not ended."""
+        for batch in self.open_batches():
+            if file.id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+                raise ApiError(409, "invalid_request_error", f"{batch.id} is not answered yet: cancel it first")
         del self._files[file.id]
-        for path in (self._note_of(file.id), self._path_of(file.id)):
+        for path in (self._path_of(file.id), self._note_of(file.id)):
             path.unlink(missing_ok=True)
 
     def read(self, file_id: str) -> bytes:
-        """Read what a file has now; nothing of one that is gone."""
+        """Read what a file has now; nothing of one that is gone. Raises OSError."""
         try:
             return self._path_of(file_id).read_bytes()
-        except OSError:
+        except FileNotFoundError:
             return b""
 
-    def append(self, file_id: str, line: bytes) -> bool:
-        """Add a line to a file, whole or not at all; say whether it was."""
-        try:
-            with self._path_of(file_id).open("r+b") as file:
-                end = file.seek(0, os.SEEK_END)
-                try:
-                    file.write(line)
-                    file.flush()
-                except OSError:
-                    file.truncate(end)
-                    raise
-        except OSError:
+    def append(self, file_id: str, lines: bytes) -> bool:
+        """Add lines to a file, all or none; say whether they are there. Raises FileNotFoundError."""
+        with self._path_of(file_id).open("r+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(lines) == len(lines):
+                    return True
+            except OSError as error:
+                logger.warning("%s: %s", self._path_of(file_id), error)
+            file.truncate(end)
             return False
-        return True
 
     def cut(self, file_id: str, n_bytes: int) -> None:
         """Keep the first bytes of a file."""
@@ -133,11 +152,30 @@ class BatchStore:
         return found
 
     def keep_batch(self, batch: StoredBatch) -> None:
-        """Keep a batch as it is now. Raises ApiError where the disk is full."""
+        """Keep a batch as it is now, and of a key's that have ended the last ones. Raises ApiError."""
         self._write_note(batch)
         self._batches[batch.id] = batch
+        ended = [other for other in self.batches_of(batch.owner) if other.state != "in_progress"]
+        for old in ended[MOST_KEY_BATCHES:]:
+            del self._batches[old.id]
+            self._note_of(old.id).unlink(missing_ok=True)
 
     # --- the disk ------------------------------------------------------------------------------------------------
+
+    def _take_lock(self) -> IO[bytes] | None:
+        """Hold the folder for one gateway; None where another has it, or it cannot be made."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = (self._folder / LOCK).open("wb")
+        except OSError as error:
+            logger.warning("no files and batches are kept: %s", error)
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            return None
+        return lock
 
     def _read_notes(self, pattern: str, kind: type[N]) -> list[N]:
         notes = []
@@ -156,8 +194,7 @@ class BatchStore:
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
             write_file(path, data, secret=True)
-        except (OSError, ConfigError) as error:
+        except ConfigError as error:
             logger.error("%s", error)
             raise ApiError(507, "server_error", "the gateway's disk takes nothing more") from None

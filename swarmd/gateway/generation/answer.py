@@ -33,6 +33,7 @@ class AnswerOptions:
     shown: frozenset[int] = frozenset()  # special tokens that are part of the text
     looks_up: bool = True
     key: str = ""
+    keeps: bool = True  # its session, for a next turn, and may have a kept one, or the room of some
 
     @property
     def n_needed(self) -> int | None:

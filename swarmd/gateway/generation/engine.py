@@ -20,7 +20,7 @@ from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts
 from swarmd.compute.model.ends import MOST_ROWS
-from swarmd.errors import SwarmError
+from swarmd.errors import Code, Refused, SwarmError
 from swarmd.gateway.generation import kept_sessions as keeping
 from swarmd.gateway.generation.answer import Answer, AnswerDelta, AnswerOptions
 from swarmd.gateway.generation.ending import read_end_tokens
@@ -206,7 +206,7 @@ class GenerationEngine:
             is_complete = True
         finally:
             report.total_s = trio.current_time() - began_at
-            if is_complete:
+            if is_complete and row.answer.options.keeps:
                 ended_at = trio.current_time()
                 tokens = tuple(row.tokens)
                 self._kept.append(KeptSession(row.session, tokens, row.max_tokens, ended_at, row.key))
@@ -217,7 +217,7 @@ class GenerationEngine:
 
     def _take_kept(self, options: AnswerOptions) -> GenerationRow | None:
         choice = keeping.choose_session(self._kept, options.prompt, options.max_tokens, options.key)
-        if choice is None:
+        if choice is None or not options.keeps:
             return None
         chosen, n_shared = choice
         if len(chosen.tokens) > n_shared and not self.ends.can_crop:
@@ -230,7 +230,7 @@ class GenerationEngine:
 
     async def _open(self, options: AnswerOptions) -> GenerationRow:
         room = keeping.choose_room(len(options.prompt), options.max_tokens, self.ends.max_tokens)
-        return self._make_row(await self._open_session(room), room, options)
+        return self._make_row(await self._open_session(room, options.keeps), room, options)
 
     async def _enlarge(self, row: GenerationRow, ids: list[int]) -> tuple[list[int], torch.Tensor]:
         """Have a row go on in a larger session; returns its tokens and those to send next, and all of them embedded."""
@@ -238,22 +238,26 @@ class GenerationEngine:
         n_more = row.answer.options.max_tokens - row.answer.n_tokens
         room = keeping.choose_room(len(tokens), n_more, self.ends.max_tokens)
         old = row.session
-        row.go_on_in(await self._open_session(room), room)
+        row.go_on_in(await self._open_session(room, row.answer.options.keeps), room)
         await self._close(old)
         work = await self.head(AllTokens(tokens))
         assert work.embedded is not None
         return tokens, work.embedded
 
-    async def _open_session(self, room: int) -> ChainSession:
-        """Open a session; where servers are full, again with fewer of those that are kept."""
+    async def _open_session(self, room: int, may_take_room: bool = True) -> ChainSession:
+        """Open a session; where servers are full, again without the older half of those that are kept, and without any.
+
+        Raises SwarmError.
+        """
         # Kept sessions hold cache that a new one may need. They are a courtesy; a request that waits is not.
-        while True:
+        for n_left in (len(self._kept) // 2, 0) if may_take_room and self._kept else ():
             try:
                 return await self._swarm.open_session(self._options_for(room))
-            except SwarmError:
-                if not self._kept:
+            except Refused as error:
+                if error.code is not Code.NO_CAPACITY:
                     raise
-            await self._give_back(keeping.choose_older_half(self._kept))
+                await self._give_back(keeping.choose_oldest(self._kept, len(self._kept) - n_left))
+        return await self._swarm.open_session(self._options_for(room))
 
     def _make_row(
         self, session: ChainSession, room: int, options: AnswerOptions, tokens: tuple[int, ...] = ()

@@ -88,7 +88,6 @@ def choose_expired(sessions: Sequence[KeptSession], now: float, kept_for_s: floa
     return expired
 
 
-def choose_older_half(sessions: Sequence[KeptSession]) -> list[KeptSession]:
-    """Choose those to give back where a server has no room for another one: one at least, if there is any."""
-    by_age = sorted(sessions, key=lambda session: session.since_s)
-    return by_age[: -(-len(by_age) // 2)]
+def choose_oldest(sessions: Sequence[KeptSession], n: int) -> list[KeptSession]:
+    """Choose so many to give back, where servers have no room for another one."""
+    return sorted(sessions, key=lambda session: session.since_s)[:n]

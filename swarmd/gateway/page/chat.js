@@ -4,11 +4,13 @@ import { events } from "./api.js";
 import { add, areTools, asMarkdown, begin, branches, matches, messages, parse, path, results, show, shown } from "./conversation.js";
 import { button, h, number } from "./dom.js";
 import { describe, firstThatChats, listModels, trouble } from "./picker.js";
-import { isKept, load, loadAll, onOtherTab, remove, save } from "./store.js";
+import { isKept, load, loadAll, onOtherTab, remove, save, sayGrowing } from "./store.js";
 import { drawTurn, fill, tell } from "./turn.js";
 
 const MOST_FILE = 200_000; // characters of an attached text: about 50,000 tokens
 const LOOK_MS = 1000; // at an answer that grows
+const ELSEWHERE_MS = 3 * LOOK_MS; // since another tab said that one grows there: it may have been closed
+const MOST_GROWING = 3; // a browser has six connections to a gateway, for all its tabs, and one of each is for the news
 const SILENT_AFTER_MS = 4000; // without a token: it is said that somebody is waited for
 const OPTIONS = ["temperature", "top_p", "max_tokens", "seed"];
 const EFFORTS = [["", "as the model does"], ["none", "off"], ["low", "a little"], ["medium", "some"], ["high", "much"]];
@@ -16,6 +18,7 @@ const EFFORTS = [["", "as the model does"], ["none", "off"], ["low", "a little"]
 let all = []; // conversations, the last one changed first
 let now = begin();
 const growing = new Map(); // the id of a conversation -> {controller, conversation}, while its answer grows
+const elsewhere = new Map(); // the id of a conversation -> when another tab last said that its answer grows there
 let isByHand = false; // a model that somebody chose, or asked, is never exchanged for another
 let editing = null; // the leaf to go back to
 let model = "", view = null, swarm = null;
@@ -31,7 +34,7 @@ export function chat(news) {
       listConversations();
     });
     onOtherTab(heard);
-    addEventListener("pagehide", () => growing.forEach(({ conversation }) => put(conversation)));
+    addEventListener("pagehide", left);
   }
   view.update = (kind) => {
     if (kind === "machine" || kind === "flows" || !news.swarm) return;
@@ -157,11 +160,17 @@ function forget(id) {
 }
 
 // Another tab has kept or removed one.
-async function heard({ id, isGone }) {
+async function heard({ id, isGone, isGrowing }) {
   if (isGone) return forget(id);
-  if (growing.has(id) || (id === now.id && editing != null)) return;
+  elsewhere.set(id, isGrowing ? Date.now() : 0);
+  if (isGrowing) setTimeout(note, ELSEWHERE_MS + 1);
+  if (id === now.id && editing != null) return;
   const one = await load(id);
   if (!one) return;
+  if (growing.has(id)) { // of what is kept of it meanwhile only a title can be new
+    growing.get(id).conversation.title = one.title;
+    return listConversations();
+  }
   all = [one, ...all.filter((other) => other.id !== id)].sort((a, b) => b.changed - a.changed);
   if (id === now.id) {
     now = one;
@@ -211,7 +220,14 @@ function setTools(place) {
 
 // Have the browser keep one as it is: not one that was deleted, and an edit that was only begun is none.
 function put(one) {
-  if (!one.isGone) save(one === now && editing != null ? { ...one, leaf: editing } : one);
+  if (!one.isGone) save(one === now && editing != null ? { ...one, leaf: editing } : one, grows(one.id));
+}
+
+// The page is left, and what grows is kept as far as it is; that its requests then fail is no news of theirs.
+function left() {
+  const conversations = [...growing.values()].map(({ conversation }) => conversation);
+  growing.clear();
+  conversations.forEach(put);
 }
 
 function keep(one = now) {
@@ -266,17 +282,17 @@ function choose(name) {
 function note() {
   const found = swarm?.models.find((m) => m.name === model);
   view.cannot = !found || found.chats === false;
-  const text = editing != null ? "You edit what you asked: it begins a new branch." : swarm ? trouble(swarm.models, model) : "";
+  const text = editing != null ? "You edit what you asked: it begins a new branch." : whyBusy() || (swarm ? trouble(swarm.models, model) : "");
   if (view.note.textContent !== text) view.note.textContent = text; // said anew, it would be read aloud anew
   view.about.textContent = swarm ? describe(swarm, model) : "";
   busy();
 }
 
 function busy() {
-  const is = grows();
+  const is = grows(), why = whyBusy();
   view.log.setAttribute("aria-busy", is);
   view.stop.disabled = !is;
-  view.send.disabled = is || view.cannot;
+  view.send.disabled = is || Boolean(why) || view.cannot;
   view.cancel.hidden = editing == null;
 }
 
@@ -294,16 +310,16 @@ const acts = {
     view.text.focus();
   },
   again(place) {
-    if (grows() || view.cannot) return;
+    if (grows() || whyBusy() || view.cannot) return;
     now.leaf = now.turns[place].parent;
     answer();
     view.text.focus();
   },
   goOn(place) {
-    if (!grows() && !view.cannot) answer(place);
+    if (!grows() && !whyBusy() && !view.cannot) answer(place);
   },
   answerCall(call, text) {
-    if (grows()) return;
+    if (grows() || whyBusy()) return;
     if (results(now).has(call.id)) return;
     add(now, "tool", { text, call: call.id, name: call.name });
     delete call.draft;
@@ -314,7 +330,7 @@ const acts = {
     else redraw();
   },
   showBranch(place) {
-    if (grows()) return;
+    if (grows() || isElsewhere()) return;
     show(now, place);
     keep();
     redraw();
@@ -382,7 +398,15 @@ async function decode(file) {
 // --- answers -----------------------------------------------------------------------------------------------------
 
 const grows = (id = now.id) => growing.has(id);
+const isElsewhere = (id = now.id) => Date.now() - (elsewhere.get(id) ?? 0) < ELSEWHERE_MS;
 const stopAnswer = (id = now.id) => growing.get(id)?.controller.abort();
+
+// Why nothing can be asked in this conversation now, beside that its own answer grows here; "" if it can.
+function whyBusy() {
+  if (isElsewhere()) return "This conversation is being answered in another tab.";
+  const others = [...growing.values()].filter(({ conversation }) => conversation !== now);
+  return others.length < MOST_GROWING ? "" : `${others.length} other answers are still being written: wait for one, or stop it.`;
+}
 
 function bodyOf(conversation, goesOn) {
   const { options } = conversation;
@@ -424,6 +448,7 @@ async function answer(place = null) {
   const look = setInterval(() => { // who closes the tab loses no more than this
     const length = turn.text.length + turn.thoughts.length;
     if (length !== saved) put(conversation);
+    else sayGrowing(conversation.id);
     saved = length;
     const waited = performance.now() - last;
     if (waited > SILENT_AFTER_MS) say(`Nothing for ${Math.round(waited / 1000)} s: it waits for a turn, reads a long question, or a server has gone and another is looked for.`);
@@ -459,7 +484,7 @@ async function answer(place = null) {
   }
   clearTimeout(drawing);
   clearInterval(look);
-  growing.delete(conversation.id);
+  if (!growing.delete(conversation.id)) return; // the page was left
   conversation.changed = Date.now();
   keep(conversation);
   redraw();
@@ -468,7 +493,7 @@ async function answer(place = null) {
 function summary(usage, about, begun, first) {
   const n = usage.completion_tokens, seconds = (performance.now() - first) / 1000;
   const speed = n > 1 && first ? `, ${number((n - 1) / seconds)} tokens/s, the first after ${number((first - begun) / 1000)} s` : "";
-  const cached = usage.prompt_tokens_details.cached_tokens;
+  const cached = usage.prompt_tokens_details?.cached_tokens;
   return [
     `${n} token${n === 1 ? "" : "s"}${speed}`,
     cached ? `${cached} of ${usage.prompt_tokens} prompt tokens were there` : "",

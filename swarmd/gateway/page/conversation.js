@@ -5,6 +5,7 @@
 //
 // A turn: {parent, next, role, text, thoughts, calls, files, told, kind}. Plain data, as the browser keeps it.
 
+const MOST_TURNS = 5_000; // of an imported one
 const isNumber = Number.isFinite, isString = (value) => typeof value === "string";
 export const areTools = (value) => Array.isArray(value) && value.every((tool) => isString(tool?.function?.name));
 const OPTIONS = { temperature: isNumber, top_p: isNumber, max_tokens: isNumber, seed: isNumber, effort: isString, system: isString, tools: areTools };
@@ -91,11 +92,12 @@ export function parse(text) {
   const turns = Array.isArray(given?.turns) ? given.turns : [];
   const isTurn = (turn, place) => ["user", "assistant", "tool"].includes(turn?.role) && isString(turn.text)
     && Number.isInteger(turn.parent) && turn.parent >= -1 && turn.parent < place;
+  if (turns.length > MOST_TURNS) throw new Error(`it has ${turns.length} turns, at most ${MOST_TURNS} are shown`);
   if (!turns.length || !turns.every(isTurn)) throw new Error("a list of turns was expected, each with its role, text and parent");
   const listed = (items, ...names) => (Array.isArray(items) ? items : []).filter((item) => names.every((name) => isString(item?.[name])))
     .map((item) => Object.fromEntries(names.map((name) => [name, item[name]])));
   const plain = (value) => (isString(value) ? value : "");
-  const options = Object.fromEntries(Object.entries(given.options ?? {}).filter(([name, value]) => OPTIONS[name]?.(value)));
+  const options = Object.fromEntries(Object.entries(given.options ?? {}).filter(([name, value]) => Object.hasOwn(OPTIONS, name) && OPTIONS[name](value)));
   const read = { ...begin(), title: plain(given.title).slice(0, 200), model: plain(given.model), options };
   for (const { parent, role, ...turn } of turns) {
     read.leaf = parent;

@@ -2,22 +2,27 @@
 
 const NAME = "swarmd", STORE = "conversations";
 const tabs = new BroadcastChannel(NAME); // what one tab keeps, the others show
-let opened = null;
+let opened = null, database = null;
 export let isKept = true;
 
 function open() {
   opened ??= new Promise((resolve, reject) => {
     const asked = indexedDB.open(NAME, 1);
     asked.onupgradeneeded = () => asked.result.createObjectStore(STORE, { keyPath: "id" });
-    asked.onsuccess = () => resolve(asked.result);
+    asked.onsuccess = () => resolve(database = asked.result);
     asked.onerror = () => reject(asked.error);
   });
   return opened;
 }
 
-async function run(mode, act) {
-  const store = (await open()).transaction(STORE, mode).objectStore(STORE);
-  const asked = act(store);
+// Once the database is open a transaction begins and ends at once: a page that closes has no time for more.
+function run(mode, act) {
+  return database ? transact(database, mode, act) : open().then((found) => transact(found, mode, act));
+}
+
+function transact(found, mode, act) {
+  const transaction = found.transaction(STORE, mode), asked = act(transaction.objectStore(STORE));
+  transaction.commit();
   return new Promise((resolve, reject) => {
     asked.onsuccess = () => resolve(asked.result);
     asked.onerror = () => reject(asked.error);
@@ -32,17 +37,20 @@ export async function loadAll() {
 
 export const load = (id) => attempt("readonly", (store) => store.get(id));
 
-export async function save(conversation) {
+export async function save(conversation, isGrowing = false) {
   await attempt("readwrite", (store) => store.put(conversation));
-  tabs.postMessage({ id: conversation.id });
+  tabs.postMessage({ id: conversation.id, isGrowing });
 }
+
+// Tell the other tabs that an answer is still awaited here.
+export const sayGrowing = (id) => tabs.postMessage({ id, isGrowing: true });
 
 export async function remove(id) {
   await attempt("readwrite", (store) => store.delete(id));
   tabs.postMessage({ id, isGone: true });
 }
 
-// Have ``told`` be called with what another tab has kept or removed: {id, isGone}.
+// Have ``told`` be called with what another tab has kept or removed: {id, isGone, isGrowing}.
 export const onOtherTab = (told) => (tabs.onmessage = ({ data }) => told(data));
 
 async function attempt(mode, act) {

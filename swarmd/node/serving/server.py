@@ -151,8 +151,11 @@ class Server:
                 while True:
                     await self.sessions.hops.wait_for_hop()
                     await trio.sleep(WATCH_INTERVAL_S)
-                    for key in self._heartbeats.check_hops(trio.current_time()):
+                    now = trio.current_time()
+                    for key in self._heartbeats.check_hops(now):
                         self._end(key)
+                    for key, hop in self.sessions.hops.items():
+                        self.ledger.touch(key, now if hop.is_busy else hop.used_at)
                     self._on_change()
 
     # --- what peers send -------------------------------------------------------------------------------------
@@ -331,7 +334,7 @@ class Server:
         for key in ending:
             hop = self._end(key)
             if hop is not None:
-                text = "others ask for cache, and this client uses more than a fair share"
+                text = "others ask for cache, and this session was silent, or its client uses more than a fair share"
                 self._outbox.tell(hop.state.client, encode_frame(session_lost(key, text)))
 
     def _end(self, key: Key) -> SessionHop | None:

@@ -97,15 +97,11 @@ class CacheLedger:
                 Code.TOO_LONG, f"{n_tokens} cache tokens asked for, this server has {self.total_tokens} in all"
             )
         other_promises = {k: p for k, p in self._promises.items() if k != key}
-        client_tokens = [p.tokens for p in other_promises.values() if p.owner == client]
-        n_sessions = len(client_tokens)
-        n_held = sum(client_tokens)
-        is_over_cap = n_sessions > 0 and n_held + n_tokens > self._max_client_tokens()
-        if n_sessions >= MAX_SESSIONS_PER_PEER or is_over_cap:
-            limit = self._max_client_tokens()
-            text = f"this client holds {n_held} of at most {limit} cache tokens in {n_sessions} sessions"
-            raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
-        ending = self._make_room(other_promises, client, weight, n_tokens, now)
+        ending = self._choose_own(other_promises, client, n_tokens, now)
+        kept_promises = {k: p for k, p in other_promises.items() if k not in ending}
+        ending += self._make_room(kept_promises, client, weight, n_tokens, now)
+        for ended in ending:
+            del self._promises[ended]
         self._promises[key] = Promise(
             owner=client,
             requested=n_tokens,
@@ -131,12 +127,37 @@ class CacheLedger:
         other_promises = {k: p for k, p in self._promises.items() if k != key}
         n_promised = min(promise.requested, promise.used + SLACK_TOKENS)
         ending = self._make_room(other_promises, promise.owner, promise.weight, n_promised, now)
+        for ended in ending:
+            del self._promises[ended]
         promise.tokens = n_promised
         return ending
+
+    def touch(self, key: Key, used_at: float) -> None:
+        """Note when a hop was last used, though it took no tokens: it computes, or was asked something else."""
+        promise = self._promises.get(key)
+        if promise is not None:
+            promise.used_at = max(promise.used_at, used_at)
 
     def release(self, key: Key) -> None:
         """Take back the whole promise of a hop that has ended; none is no error."""
         self._promises.pop(key, None)
+
+    def _choose_own(self, other_promises: dict[Key, Promise], client: bytes, n_tokens: int, now: float) -> list[Key]:
+        """Choose which of a client's own silent hops end, so that it has no more than one may. Raises Refused."""
+        own = {key: promise for key, promise in other_promises.items() if promise.owner == client}
+        limit = int(self.total_tokens * MAX_SHARE_PER_PEER)
+        silent = sorted((key for key in own if own[key].is_silent(now)), key=lambda key: -own[key].used_at)
+        ending: list[Key] = []
+        while own:
+            n_held = sum(promise.tokens for promise in own.values())
+            if len(own) < MAX_SESSIONS_PER_PEER and n_held + n_tokens <= limit:
+                break
+            if not silent:
+                text = f"this client holds {n_held} of at most {limit} cache tokens in {len(own)} sessions"
+                raise Refused(Code.NO_CAPACITY, f"{text} and asks for {n_tokens} more", RETRY_AFTER_S)
+            ending.append(silent.pop())
+            del own[ending[-1]]
+        return ending
 
     def _make_room(
         self,
@@ -146,19 +167,20 @@ class CacheLedger:
         n_tokens: int,
         now: float,
     ) -> list[Key]:
-        """Let others give way to ``n_tokens`` of a client. Raises Refused, and changes nothing, if they need not."""
+        """Let others give way to ``n_tokens`` of a client; returns hops that end for it.
+
+        Raises Refused, and changes nothing, if they need not.
+        """
         n_promised = sum(p.tokens for p in other_promises.values())
         missing = n_tokens - (self.total_tokens - n_promised)
         silent_keys = _choose_silent(other_promises, missing, now)
-        missing -= sum(self._promises[key].tokens for key in silent_keys)
+        missing -= sum(other_promises[key].tokens for key in silent_keys)
         other_promises = {key: p for key, p in other_promises.items() if key not in silent_keys}
         ending = self._choose_ending(other_promises, client, weight, n_tokens, missing, now)
         # From here on nothing is refused, so that a refusal changed nothing. Sessions that end give all they had; the
         # rest comes from promises that go on, the emptiest first, and never from what a session has used.
         for key in ending:
             missing -= other_promises.pop(key).tokens
-        for key in (*silent_keys, *ending):
-            del self._promises[key]
         for promise in sorted(other_promises.values(), key=lambda p: -p.spare):
             n_taken = min(promise.spare, max(0, missing))
             promise.tokens -= n_taken
@@ -196,9 +218,6 @@ class CacheLedger:
             text = f"{request}, a fair share is {fair[client]}"
             raise Refused(Code.NO_CAPACITY, text, RETRY_AFTER_S)
         return ending
-
-    def _max_client_tokens(self) -> int:
-        return int(self.total_tokens * MAX_SHARE_PER_PEER)
 
 
 def _choose_silent(promises: dict[Key, Promise], missing: int, now: float) -> list[Key]:

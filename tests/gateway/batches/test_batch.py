@@ -64,8 +64,9 @@ def test_of_many_faults_the_first_are_told() -> None:
 
 
 def test_a_cut_line_and_a_damaged_one_are_no_answers() -> None:
-    whole = write_answer("r1", "a", 200, {"x": "\u2028"}) + write_expired("r2", "b") + b"{damaged\n"
-    answered, n_bytes = read_answered(whole + write_answer("r3", "c", 200, {})[:-5])
+    whole = write_answer("a", 200, {"x": "\u2028\x85"}) + write_expired("b") + b"{damaged\n"
+    assert len(whole.decode().splitlines()) == 3
+    answered, n_bytes = read_answered(whole + write_answer("c", 200, {})[:-5])
     assert answered == {"a", "b"}
     assert n_bytes == len(whole)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,147 @@ async def test_what_a_key_that_was_taken_back_still_wants_is_refused(
                 await trio.sleep(0.01)
 
 
+async def open_once(played: PlayedGateway, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A batch of two requests of which one is answered, and the other waits for ever."""
+    open_session = played.swarm.open_session
+
+    async def open_one(terms: Any) -> Any:
+        if played.swarm.opened:
+            await trio.sleep_forever()
+        return await open_session(terms)
+
+    monkeypatch.setattr(played.swarm, "open_session", open_one)
+    batch = await begin(played, f"{request('a')}\n{request('b')}")
+    with trio.fail_after(60):
+        while (await played.http.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"] < 1:
+            await trio.sleep(0.01)
+    return batch
+
+
+async def test_what_cannot_be_read_now_is_not_asked_again_and_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with played_gateway(tmp_path) as played:
+        batch = await open_once(played, monkeypatch)
+    (output,) = (path for path in (tmp_path / stored.FOLDER).glob("file-*.jsonl") if b'"response"' in path.read_bytes())
+    kept = output.read_bytes()
+    read_bytes = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == output:
+            raise OSError(24, "Too many open files")
+        return read_bytes(path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_bytes", fail)
+        async with played_gateway(tmp_path) as played:
+            other = await ended(played, await begin(played, request("c")))
+            assert other["status"] == "completed", "the gateway lives"
+            assert (await played.http.get(f"/v1/batches/{batch['id']}")).json()["status"] == "in_progress"
+    assert output.read_bytes() == kept
+    async with played_gateway(tmp_path) as played:
+        batch = await ended(played, (await played.http.get(f"/v1/batches/{batch['id']}")).json())
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+        assert output.read_bytes().startswith(kept)
+
+
+async def test_a_full_disk_loses_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played_gateway(tmp_path) as played:
+        append = stored.BatchStore.append
+        refused: list[bytes] = []
+
+        def refuse_twice(store: stored.BatchStore, file_id: str, lines: bytes) -> bool:
+            if len(refused) < 2:
+                refused.append(lines)
+                return False
+            return append(store, file_id, lines)
+
+        monkeypatch.setattr(stored.BatchStore, "append", refuse_twice)
+        monkeypatch.setattr("swarmd.gateway.batches.runner.FULL_DISK_S", 0)
+        batch = await ended(played, await begin(played, "\n".join(map(request, "abc"))))
+        assert batch["request_counts"]["completed"] == 3
+        assert set(await read(played, batch["output_file_id"])) == set("abc")
+
+
+def test_lines_are_added_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A child whose files may have 120 bytes."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+from swarmd.gateway.batches.store import BatchStore
+store = BatchStore(Path({str(tmp_path)!r}))
+file = store.add_file("", "x", b"", 0)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (120, 120))
+print([store.append(file.id, b"x" * 49 + b"\\n") for _ in range(3)], store.size_of(file.id))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[True, True, False] 100\n"
+
+
+async def test_a_request_that_comes_back_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played_gateway(tmp_path) as played:
+        key = {"authorization": f"Bearer {played.keys.add('a', KeyLimits(requests_day=2))}"}
+        waits: list[int] = []
+        require_room = played.engine.turns.require_room
+
+        def refuse_often(key: str) -> None:
+            if len(waits) < 9:
+                waits.append(0)
+                raise QueueFull("64 requests wait already")
+            require_room(key)
+
+        monkeypatch.setattr(played.engine.turns, "require_room", refuse_often)
+        monkeypatch.setattr("swarmd.gateway.apis.refusals.WAIT_S", 0)
+        batch = await ended(played, await begin(played, "\n".join(map(request, "ab")), **key), **key)
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+
+async def test_a_batch_takes_no_conversations_place(tmp_path: Path) -> None:
+    async with played_gateway(tmp_path) as played:
+        await played.chat()
+        assert played.engine.n_kept == 1
+        await ended(played, await begin(played, "\n".join(map(request, "abc"))))
+        assert played.engine.n_kept == 1
+
+
+async def test_a_later_key_of_the_same_name_has_nothing_of_the_former(tmp_path: Path) -> None:
+    async with played_gateway(tmp_path) as played:
+        played.keys.add("other")
+        former = {"authorization": f"Bearer {played.keys.add('anna')}"}
+        file = (await upload(played, request("x"), **former)).json()
+        played.keys.remove("anna")
+        later = {"authorization": f"Bearer {played.keys.add('anna')}"}
+        assert (await played.http.get("/v1/files", headers=later)).json()["data"] == []
+        assert (await played.http.get(f"/v1/files/{file['id']}", headers=later)).status_code == 404
+
+
+async def test_files_of_an_open_batch_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played_gateway(tmp_path) as played:
+        batch = await open_once(played, monkeypatch)
+        for file in (await played.http.get("/v1/files")).json()["data"]:
+            refused = await played.http.delete(f"/v1/files/{file['id']}")
+            assert refused.status_code == 409
+        assert batch["id"] in refused.json()["error"]["message"]
+
+
+async def test_a_second_gateway_of_a_home_has_no_batches(tmp_path: Path) -> None:
+    async with played_gateway(tmp_path), played_gateway(tmp_path) as second:
+        refused = await upload(second, request("x"))
+        assert refused.status_code == 503
+        assert "ask that one" in refused.json()["error"]["message"]
+        assert (await second.chat()).status_code == 200
+
+
+async def test_of_batches_that_ended_the_last_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MOST_KEY_BATCHES", 2)
+    async with played_gateway(tmp_path) as played:
+        for _ in range(4):
+            await begin(played, "{")
+        assert len((await played.http.get("/v1/batches")).json()["data"]) == 2
+        assert len([*(tmp_path / stored.FOLDER).glob("batch_*")]) == 2
+
+
 async def test_files_are_listed_read_and_deleted(tmp_path: Path) -> None:
     async with played_gateway(tmp_path) as played:
         text = request("a")
@@ -228,14 +371,15 @@ async def test_files_are_listed_read_and_deleted(tmp_path: Path) -> None:
         assert (await played.http.get(f"/v1/files/{file['id']}")).status_code == 404
         folder = tmp_path / stored.FOLDER
         assert folder.stat().st_mode & 0o777 == 0o700
-        assert len([*folder.iterdir()]) == 2
+        assert len([*folder.glob("file-*")]) == 2
 
 
 async def test_what_is_no_upload_or_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with played_gateway(tmp_path) as played:
         assert (await played.http.post("/v1/files", json={})).status_code == 415
         form = {"content-type": "multipart/form-data; boundary=x"}
-        for content in (b"", b"--x\r\n", b"garbage", b"--x\r\nno header\r\n\r\nx\r\n--x--\r\n"):
+        heads = b"--x\r\ncontent-disposition: form-data" + b"; a=b" * 100_000
+        for content in (b"", b"--x\r\n", b"garbage", b"--x\r\nno header\r\n\r\nx\r\n--x--\r\n", heads):
             refused = await played.http.post("/v1/files", content=content, headers=form)
             assert refused.status_code == 400, (content, refused.text)
         assert (

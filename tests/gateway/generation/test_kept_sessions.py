@@ -6,7 +6,7 @@ from swarmd.gateway.generation.kept_sessions import (
     MOST_KEPT,
     KeptSession,
     choose_expired,
-    choose_older_half,
+    choose_oldest,
     choose_room,
     choose_session,
     count_shared,
@@ -61,10 +61,9 @@ def test_old_ones_and_the_oldest_of_too_many_are_given_back() -> None:
     assert choose_expired([old, *many], 80.0, kept_for_s=60.0) == [old, many[0], many[1]]
 
 
-def test_a_server_without_room_is_given_back_the_older_half() -> None:
+def test_a_server_without_room_is_given_back_the_oldest() -> None:
     five = [kept(str(i), range(9), since_s=i) for i in (3, 1, 5, 2, 4)]
-    assert [session.session for session in choose_older_half(five)] == ["1", "2", "3"]
-    assert choose_older_half(five[:1]) == five[:1]
+    assert [session.session for session in choose_oldest(five, 3)] == ["1", "2", "3"]
 
 
 def test_what_two_have_in_common() -> None:
