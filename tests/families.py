@@ -132,7 +132,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What is served, with what makes its configuration small and valid; None takes a setting away."""
 
-LATENT_WITHOUT_ROPE = {**LATENT, "qk_rope_head_dim": 0}
+POOLED_STREAMS = {  # GLM 5 Next
+    **LATENT,
+    "qk_rope_head_dim": 0,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 4,
+    "index_kpool": 2,
+}
+MIXED_STREAMS = {  # Qwen 4 Exp, without per-layer embeddings
+    **EXPERTS,
+    "shared_expert_intermediate_size": 32,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
 
 
 def rope_of_parts(*sizes: int, **more: float) -> dict[str, Any]:
@@ -154,6 +177,7 @@ COMPOSITES: dict[str, dict[str, Any]] = {
     **{name: {"text_config": rope_of_parts(1, 1, 2)} for name in _ROPE_OF_PARTS.split()},
     "gemma4_unified": {"image_token_id": 150, "audio_token_id": 151, "video_token_id": 152},
     "ernie4_5_vl_moe": {"text_config": {**EXPERTS, "moe_intermediate_size": [32, 32], **rope_of_parts(1, 1, 2)}},
+    "glm5_next": {"text_config": POOLED_STREAMS},
     "glm4v_moe": {"text_config": {**EXPERTS, **rope_of_parts(1, 1, 0, partial_rotary_factor=0.5)}},
     "hunyuan_vl": {"text_config": rope_of_parts(1, 1, 1, 1)},
     "kimi_k25": {"vision_config": {"hidden_size": 32, "num_attention_heads": 2}},
@@ -165,10 +189,10 @@ COMPOSITES: dict[str, dict[str, Any]] = {
 
 REFUSED_COMPOSITES: dict[str, dict[str, Any]] = {
     "gemma4": {},
-    "glm5_next": {"text_config": LATENT_WITHOUT_ROPE},
     "inkling2": {"text_config": EXPERTS, "vision_config": {"text_hidden_size": 32}},
     "mllama": {},
     "paligemma": {},
+    "qwen4_exp": {"text_config": MIXED_STREAMS},
 }
 SERVED = FAMILIES | COMPOSITES
 DEPTHS_OF_TOWERS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "num_global_layers", "n_layers")
@@ -401,9 +425,11 @@ def _gradient_errors(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> 
     whole(ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    weights = torch.randn(seen["out"].shape, generator=rng)
-    expected = torch.autograd.grad((seen["out"] * weights).sum(), (seen["in"], a, b))
-    entered = seen["in"].detach().requires_grad_()
+    leaving = seen["out"].flatten(2)
+    weights = torch.randn(leaving.shape, generator=rng)
+    of_input, *of_lora = torch.autograd.grad((leaving * weights).sum(), (seen["in"], a, b))
+    expected = (of_input.flatten(2), *of_lora)
+    entered = seen["in"].detach().flatten(2).requires_grad_()
     positions = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
     out = entered
     for span in spans:

@@ -99,6 +99,7 @@ def test_chain_of_three_equals_local(stage: Stage, local_results: LocalResults) 
 
 OTHERS = [
     "qwen3_vl",  # the text part of what reads pictures as well
+    "glm5_next",  # four streams of hidden states
     "qwen3_5_text",
     "glm_moe_dsa",  # keys of an indexer beside keys and values
     "falcon_h1",  # keys, values and states in the same block

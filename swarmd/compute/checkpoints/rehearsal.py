@@ -142,7 +142,7 @@ def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
         except ConfigError as error:
             if needed:
                 listed = " and ".join(needed)
-                return f"blocks of {family} need {listed}, and peers hand on one stream of hidden states only", True
+                return f"blocks of {family} need {listed}, and peers hand on hidden states only", True
             words = str(error).replace(folder, "").removesuffix(": this family cannot be served")
             reason = " ".join(words.removesuffix(": unsupported family").split())[:300]
             return f"blocks of {family} cannot be computed one by one ({reason})", False
@@ -157,8 +157,8 @@ def _compare_blocks(folder: Path, trace: BlockTrace) -> None:
     every = Span(0, len(trace))
     span = LoadedSpan(folder, every, torch.float32, PLAIN)
     span.self_test()
-    hidden = trace[0][0]["hidden_states"]
-    expected = trace[-1][1]
+    hidden = trace[0][0]["hidden_states"].flatten(2)
+    expected = trace[-1][1].flatten(2)
     positions = torch.arange(N_TOKENS).unsqueeze(0)
     for block in every.blocks():
         hidden = span.forward(hidden, positions, hop=Span(block, block + 1))
@@ -174,14 +174,10 @@ def _compare_blocks(folder: Path, trace: BlockTrace) -> None:
 def _needed_inputs(model: PreTrainedModel, trace: BlockTrace) -> list[str]:
     """Name what blocks are given that peers do not hand on.
 
-    That is what changes with the tokens, beside hidden states, and hidden states of another form.
+    That is what changes with the tokens, beside hidden states.
     """
     other_trace = _trace_blocks(model, skeleton.decoder_layers(model), 1)
     names: list[str] = []
-    width = skeleton.text_config(model.config).hidden_size
-    shapes = {tuple(inputs["hidden_states"].shape) for inputs, _ in trace}
-    if any(len(shape) != 3 or shape[-1] != width for shape in shapes):
-        names.append("several streams of hidden states")
     for (inputs, _), (other_inputs, _) in zip(trace, other_trace, strict=True):
         for name in inputs:
             if name == "hidden_states" or name in names:

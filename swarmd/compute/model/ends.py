@@ -69,6 +69,7 @@ class Ends:
         self.family = str(self._model.config.model_type)
         self.vocabulary = int(settings.vocab_size)
         self.width = int(settings.hidden_size)
+        self.hidden_size = self.embed([[0]], [0])[0].shape[2]  # of a token as it travels: in all its streams
         self.max_tokens = skeleton.longest_context(self._model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = all_look_back(settings)
@@ -131,9 +132,10 @@ class Ends:
         for layer in self._layers:
             layer.returns_tuple = arity
         self._swarm_output = hidden.unsqueeze(1)
+        donor = self._swarm_output[..., : self.width]  # of its shape
         zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long, device=hidden.device)
         try:
-            return model(inputs_embeds=self._swarm_output, position_ids=zeros, use_cache=False)
+            return model(inputs_embeds=donor, position_ids=zeros, use_cache=False)
         finally:
             self._swarm_output = None
 

@@ -30,7 +30,7 @@ class LogitsHead:
         self._device = device
         self._arity = arity
         try:
-            self.largest([torch.zeros(1, self._ends.width, dtype=dtype)])
+            self.largest([torch.zeros(1, self._ends.hidden_size, dtype=dtype)])
         except (RuntimeError, ValueError, TypeError) as error:
             raise ConfigError(f"head = true: a trial fails: {error}: say head = false") from None
 

@@ -55,6 +55,11 @@ _loading = threading.Lock()  # from_pretrained changes torch's defaults for as l
 # The family's own forward runs on each of them unchanged. On the client it ends up in R, which sends hidden states
 # to the swarm and comes back with those of the last block. On a server it does the family's work around a block
 # (masks, positions, rotary angles) and computes just the blocks that are there.
+def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the hidden states that a decoder layer is called with."""
+    return args[0] if args else kwargs["hidden_states"]  # type: ignore[no-any-return]
+
+
 class Stub(nn.Module):
     """Stands in for a decoder layer that lives elsewhere: returns its input in the shape the family expects."""
 
@@ -88,7 +93,7 @@ class Stub(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states that come in."""
-        return self.wrap(args[0] if args else kwargs["hidden_states"])
+        return self.wrap(hidden_states_of(args, kwargs))
 
     def wrap(self, hidden: torch.Tensor) -> Any:
         """Return hidden states in the form in which this family's layers return theirs."""
@@ -99,13 +104,18 @@ class Stub(nn.Module):
 
 
 class RemoteLayer(Stub):
-    """The client's layer 0: hands the embedded tokens to the swarm and returns what the last block gave."""
+    """The client's layer 0: hands the embedded tokens to the swarm and returns what the last block gave.
+
+    Of families with several streams of hidden states these travel side by side: [b, t, s, d] as [b, t, s * d].
+    """
 
     call: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the swarm computes of the hidden states that come in."""
-        return self.wrap(self.call(args[0] if args else kwargs["hidden_states"]))
+        hidden = hidden_states_of(args, kwargs)
+        out = self.call(hidden.flatten(2))
+        return self.wrap(out.reshape(*out.shape[:2], *hidden.shape[2:]))
 
 
 class RemoteLayers(nn.ModuleList):

@@ -12,6 +12,7 @@ around its layers does not matter here.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ from swarmd.values import Span
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of families on probes
 MOST_ARITY = 3  # values that a block of any known family returns
 NUMBERS_OF_BLOCKS = ("layer_idx", "layer_id", "layer_index", "block_idx", "layer_number")
+
+
+class _LayerReached(Exception):
+    """Ends a forward at a layer."""
 
 
 def accepted_arguments(forward: Callable[..., Any]) -> set[str]:
@@ -78,7 +83,7 @@ class FamilyForward:
         self.span = span
         self.dtype = dtype
         self.device = device
-        self.hidden_size = int(skeleton.text_config(self.config).hidden_size)
+        self.embedding_size = int(skeleton.text_config(self.config).hidden_size)
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
         self.can_append_chunks = True  # may a session that has tokens get several more in one pass?
         self._on_block = on_block
@@ -92,6 +97,7 @@ class FamilyForward:
         for block in span.blocks():
             layer = self._layers[block]
             layer.forward = self._gate(block, layer.forward)
+        self.hidden_size = self._find_width()  # of a token's hidden states, in all their streams
         self._find_arity()
 
     @property
@@ -134,7 +140,7 @@ class FamilyForward:
         self._input = inputs.hidden
         self._hop = hop
         arguments = {
-            "inputs_embeds": inputs.hidden if embedded is None else embedded,
+            "inputs_embeds": (inputs.hidden if embedded is None else embedded)[..., : self.embedding_size],
             "attention_mask": inputs.mask,
             "position_ids": inputs.positions,
             "past_key_values": inputs.cache,
@@ -179,14 +185,16 @@ class FamilyForward:
 
         def gated(*args: Any, **kwargs: Any) -> Any:
             if not self._hop.start <= block < self._hop.end:
-                return self._pass_on(args[0] if args else kwargs["hidden_states"])
-            if block == self._hop.start and args:
-                args = (self._input, *args[1:])
-            elif block == self._hop.start:
-                kwargs["hidden_states"] = self._input
+                return self._pass_on(skeleton.hidden_states_of(args, kwargs))
+            if block == self._hop.start:
+                assert self._input is not None
+                streams = skeleton.hidden_states_of(args, kwargs).shape[2:]
+                entering = self._input.reshape(*self._input.shape[:2], *streams)
+                args = (entering, *args[1:]) if args else args
+                kwargs = kwargs if args else {**kwargs, "hidden_states": entering}
             out = forward(*args, **kwargs)
             if block == self._hop.end - 1:
-                self._output = out[0] if isinstance(out, tuple) else out
+                self._output = (out[0] if isinstance(out, tuple) else out).flatten(2)
                 self._extra_outputs = out[1:] if isinstance(out, tuple) else ()
             self.layer_arity = len(out) if isinstance(out, tuple) else 0
             self._on_block()
@@ -196,6 +204,30 @@ class FamilyForward:
 
     def _pass_on(self, hidden: torch.Tensor) -> Any:
         return (hidden, *(None,) * (self.layer_arity - 1)) if self.layer_arity else hidden
+
+    @torch.inference_mode()
+    def _find_width(self) -> int:
+        """Learn by probing how many numbers of each token enter a block: the family's own forward tells it layer 0."""
+        widths: list[int] = []
+
+        def enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            widths.append(math.prod(skeleton.hidden_states_of(args, kwargs).shape[2:]))
+            raise _LayerReached
+
+        self.hidden_size = self.embedding_size
+        hook = self._layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+        try:
+            self.run(PassInputs(*self.example(2)), self.span)
+        except _LayerReached:
+            return widths[0]
+        except PROBE_ERRORS as error:
+            family = type(self.config).__name__
+            raise ConfigError(
+                f"{family}: its forward fails before the first block ({error}): unsupported family"
+            ) from None
+        finally:
+            hook.remove()
+        raise ConfigError(f"{type(self.config).__name__}: its decoder passes over the first block: unsupported family")
 
     @torch.inference_mode()
     def _find_arity(self) -> None:

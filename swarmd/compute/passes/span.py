@@ -81,7 +81,6 @@ class LoadedSpan:
             prepare(self.device, options.cache_folder)
         self.model = skeleton.load(folder, span, dtype, options.quantize, options.device, on_part)
         self.n_layers = int(skeleton.text_config(self.model.config).num_hidden_layers)
-        self.hidden_size = int(skeleton.text_config(self.model.config).hidden_size)
         layers = skeleton.decoder_layers(self.model)
         self.blocks = [layers[block] for block in span.blocks()]
         self.adapters = SpanAdapters(self.model, layers, span, dtype, self.device, on_block)
@@ -103,6 +102,7 @@ class LoadedSpan:
             )
             self.layers = choice.run(self.model, self.blocks, partial(on_part, "reading layers and packing them"))
         self.family = FamilyForward(self.model, span, dtype, self.device, self._notify_block)
+        self.hidden_size = self.family.hidden_size
         self.layer_arity = self.family.layer_arity  # how many values a block returns; 0 is a bare tensor
         self.ragged: RaggedAttention | None = None
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
