@@ -303,11 +303,9 @@ class Gateway:
         async def say_so(emit: Emit) -> None:
             await emit.send_line({"status": "success"})
 
-        return (
-            LineStream(say_so, ollama.emit_error, ollama.format_error)
-            if body.stream
-            else json_response({"status": "success"})
-        )
+        if not body.stream:
+            return json_response({"status": "success"})
+        return LineStream(say_so, ollama.emit_error, ollama.format_error)
 
     def _allowed_models(self, key: str) -> list[ListedModel]:
         allowed = {self.models.identify(name) for name in self.guard.models_of(key)}

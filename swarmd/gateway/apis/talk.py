@@ -147,7 +147,7 @@ class PreparedRequest:
         report = RowReport(n_prompt)
         try:
             with refusals.as_api_errors():
-                return await self.engine.score(self.options.prompt, self.request.n_top, self.options.key, report)
+                return await self.engine.score(self.options, self.request.n_top, report)
         finally:
             n_read = self._count_prompt() if report.is_sent else 0
             self.quotas.settle(self.options.key, n_prompt + n_granted, Used(0, n_read, 0))

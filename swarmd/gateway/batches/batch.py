@@ -1,5 +1,7 @@
-"""A batch as OpenAI has it: the lines of its file, and what is told of it. Pure, but for the names of
-answers: times are arguments."""
+"""A batch as OpenAI has it: the lines of its file, those of its answers, and what is told of it.
+
+Nothing here reads a clock or a disk.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from msgspec import Meta
 MOST_LINES = 50_000  # of one batch, as OpenAI has it
 MOST_TOLD = 20  # faults of a file: a person mends these first
 WINDOW_S = 86_400  # within which a batch is answered, or ends with what there is
-
 LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
 JsonObject = dict[str, Any]
 Id = Annotated[str, Meta(min_length=1, max_length=512)]

@@ -36,10 +36,10 @@ Answer = Callable[[str, str, bytes], Awaitable[JsonObject]]
 
 
 class Batches:
-    """All batches of one gateway. ``admit`` counts a request of an owner, ``answer`` takes an endpoint, an owner and a
-    body; both raise ApiError.
+    """All batches of one gateway; ``n_at_once`` of their requests are answered at a time.
 
-    ``n_at_once`` of all batches' requests are answered at a time. ``clock``: seconds since 1970.
+    ``admit`` counts a request of an owner, ``answer`` takes an endpoint, an owner and a body; both raise ApiError.
+    ``clock``: seconds since 1970.
     """
 
     def __init__(

@@ -47,8 +47,11 @@ class BatchStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._lock = self._take_lock()
-        self._files = {file.id: file for file in self._read_notes("file-*.json", StoredFile)}
-        self._batches = {batch.id: batch for batch in self._read_notes("batch_*.json", StoredBatch)}
+        self._files: dict[str, StoredFile] = {}
+        self._batches: dict[str, StoredBatch] = {}
+        if self._lock is not None:
+            self._files = {file.id: file for file in self._read_notes("file-*.json", StoredFile)}
+            self._batches = {batch.id: batch for batch in self._read_notes("batch_*.json", StoredBatch)}
 
     def require_own(self) -> None:
         """Refuse what another gateway of this home does. Raises ApiError."""

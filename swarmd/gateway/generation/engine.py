@@ -119,25 +119,30 @@ class GenerationEngine:
             finally:
                 del self._running[id(report)]
 
-    async def score(self, prompt: tuple[int, ...], n_top: int, key: str, report: RowReport) -> list[SampledToken]:
-        """How likely the tokens of a prompt are, but for its first; answers to it go on from there.
+    async def score(self, options: AnswerOptions, n_top: int, report: RowReport) -> list[SampledToken]:
+        """How likely the tokens of a prompt are, but for its first; answers to it go on from there if it is kept.
 
         Raises SwarmError, QueueFull.
         """
-        scores = PromptScores(prompt, n_top)
-        await self._read(prompt, scores, key, report)
+        scores = PromptScores(options.prompt, n_top)
+        await self._read(options.prompt, scores, options.key, report, options.keeps)
         return scores.tokens
 
     async def embed(self, prompt: tuple[int, ...], key: str, report: RowReport) -> torch.Tensor:
         """Return the last hidden states of a prompt's tokens, [t, d]. Raises SwarmError, QueueFull."""
         states = PromptStates(prompt)
-        await self._read(prompt, states, key, report)
+        await self._read(prompt, states, key, report, keeps=False)
         return torch.cat(states.parts)
 
     async def _read(
-        self, prompt: tuple[int, ...], reader: PromptScores | PromptStates, key: str, report: RowReport
+        self,
+        prompt: tuple[int, ...],
+        reader: PromptScores | PromptStates,
+        key: str,
+        report: RowReport,
+        keeps: bool,
     ) -> None:
-        """Send a prompt in a session of its own, which is kept if one may go on from it, and read what comes of it."""
+        """Send a prompt in a session of its own, and read what comes of it."""
         is_embedded = isinstance(reader, PromptStates)
         async with self.turns.turn(key):
             room = keeping.choose_room(len(prompt), 0 if is_embedded else 1, self.ends.max_tokens)
@@ -151,7 +156,7 @@ class GenerationEngine:
                 assert hidden is not None
                 for part in torch.split(hidden[0], MOST_ROWS):
                     await self.head(reader, part, session.layer_arity, wants_states=is_embedded)
-                is_kept = not is_embedded
+                is_kept = keeps
             finally:
                 if is_kept:
                     self._kept.append(KeptSession(session, prompt, room, trio.current_time(), key))
