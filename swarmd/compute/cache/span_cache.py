@@ -79,6 +79,7 @@ class SpanCache:
 
     Masks and positions are derived from layers that may lie outside the span; without this a span that lacks
     layer 0 would silently decode at position 0. ``rounded``: keep plain keys and values of this type in 8 bits.
+    ``crop_trouble``: why no token can be taken back, where that was found out.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class SpanCache:
         span: Span | None,
         max_tokens: int = UNBOUNDED,
         rounded: torch.dtype | None = None,
+        crop_trouble: str = "",
     ) -> None:
+        self._crop_trouble = crop_trouble
         self.cache = DynamicCache(config=config)
         layers: list[Any] = self.cache.layers
         n = text_config(config).num_hidden_layers
@@ -167,7 +170,7 @@ class SpanCache:
         if not n_tokens:
             return ""
         reasons = (_refuses_crop(layer, n_tokens) for layer in self.owned)
-        return next(filter(None, reasons), "")
+        return self._crop_trouble or next(filter(None, reasons), "")
 
     def crop(self, n_tokens: int) -> None:
         """Take back the last ``n_tokens``, which ``refuses_crop`` must allow; 0: keep as little past as is needed."""

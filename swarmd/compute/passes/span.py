@@ -26,6 +26,7 @@ from swarmd.compute.hardware.matrix_unit import has_matrix_unit
 from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.linear.formats import has_bfloat16
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.ends import all_look_back
 from swarmd.compute.passes.backend import BackendTable, FamilyBackend, RaggedBackend
 from swarmd.compute.passes.backend_trial import first_blocks
 from swarmd.compute.passes.family import PROBE_ERRORS, FamilyForward, PassInputs
@@ -108,6 +109,7 @@ class LoadedSpan:
         self.batching = "not tested yet"  # why sessions are computed together or one at a time
         self.shares_prefixes = False  # may sessions have the keys and values of a common prefix in one place?
         self._tables: dict[Span, BackendTable] = {}
+        self._crop_trouble = ""  # why no tokens can be taken back, whatever a cache says
         self._caches_in: torch.dtype | None = None  # the type that rounded caches return; None for plain ones
 
     def _notify_block(self) -> None:
@@ -132,7 +134,8 @@ class LoadedSpan:
         Each session has memory of its own, an exact one as any other.
         """
         config = self.model.config
-        return SpanCache(config, hop or self.span, max_tokens, None if with_gradients else self._caches_in)
+        rounded = None if with_gradients else self._caches_in
+        return SpanCache(config, hop or self.span, max_tokens, rounded, self._crop_trouble)
 
     @torch.inference_mode()
     def run(
@@ -207,6 +210,10 @@ class LoadedSpan:
         dtype = self.dtype if self.options.quantize == "none" else torch.bfloat16
         test = SelfTest(self.family, SELF_TEST_TOLERANCE[dtype])
         test.check_blocks()
+        self._crop_trouble = test.find_crop_trouble()
+        if self._crop_trouble and all_look_back(skeleton.text_config(self.model.config)):  # so clients believe
+            family = type(self.model.config).__name__
+            raise ConfigError(f"{family}: {self._crop_trouble}, and its clients try tokens ahead: unsupported family")
         batching = test.find_batching(self.on_block)
         self.ragged = batching.action
         self.batching = batching.reason

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from swarmd.compute.cache.kvcache import SlabLayer
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import ConfigError
 from swarmd.values import Span
-from tests import checkpoints
+from tests import checkpoints, families
 
 N_TOKENS = 12
 
@@ -88,3 +90,29 @@ def test_a_missing_tensor_is_refused_at_load(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="tensors missing"):
         LoadedSpan(folder, Span(2, 4), torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_cache_that_takes_tokens_back_wrongly_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns without an error, and leaves the token where it was."""
+    folder = families.make("gemma3_text", tmp_path, {"sliding_window": 4})
+    span = LoadedSpan(folder, Span(0, 2), torch.float32)
+    span.self_test()
+    example = span.example_cache(span.span, n_tokens=3)
+    assert not example.refuses_crop(1)
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "crop", lambda layer, n: None)
+    span.self_test()
+    example = span.example_cache(span.span, n_tokens=3)
+    assert "a token that was taken back changes what follows" in example.refuses_crop(1)
+    assert not example.refuses_crop(0)
+
+
+def test_where_clients_try_tokens_ahead_such_a_family_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = LoadedSpan(checkpoints.make("llama", tmp_path), Span(0, 2), torch.float32)
+    monkeypatch.setattr(SlabLayer, "crop", lambda layer, n: None)
+    with pytest.raises(ConfigError, match=r"a token that was taken back .* clients try tokens ahead"):
+        span.self_test()
