@@ -178,6 +178,7 @@ COMPOSITES: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"image_token_id": 150, "audio_token_id": 151, "video_token_id": 152},
     "ernie4_5_vl_moe": {"text_config": {**EXPERTS, "moe_intermediate_size": [32, 32], **rope_of_parts(1, 1, 2)}},
     "glm5_next": {"text_config": POOLED_STREAMS},
+    "qwen4_exp": {"text_config": MIXED_STREAMS},
     "glm4v_moe": {"text_config": {**EXPERTS, **rope_of_parts(1, 1, 0, partial_rotary_factor=0.5)}},
     "hunyuan_vl": {"text_config": rope_of_parts(1, 1, 1, 1)},
     "kimi_k25": {"vision_config": {"hidden_size": 32, "num_attention_heads": 2}},
@@ -192,7 +193,6 @@ REFUSED_COMPOSITES: dict[str, dict[str, Any]] = {
     "inkling2": {"text_config": EXPERTS, "vision_config": {"text_hidden_size": 32}},
     "mllama": {},
     "paligemma": {},
-    "qwen4_exp": {"text_config": MIXED_STREAMS},
 }
 SERVED = FAMILIES | COMPOSITES
 DEPTHS_OF_TOWERS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "num_global_layers", "n_layers")

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import ServedLogits
 from swarmd.client.links.ops import StepInput
+from swarmd.compute.cache.absent_layer import AbsentLayer
 from swarmd.compute.model import skeleton
 from swarmd.errors import CacheExhausted
 from swarmd.protocol.wire.messages import Edit
@@ -40,16 +41,15 @@ OpenSession = Callable[[int, int, TunedParameters | None], Session]
 """Open a session for (batch, max_tokens), and parameters of the client's own that its tokens pass through."""
 
 
-class RemoteLayerCache(DynamicLayer):  # type: ignore[misc]
+class RemoteLayerCache(AbsentLayer):
     """One layer of a RemoteCache: reports the session's length and holds nothing, not even the cache itself.
 
     So a cache is freed, and its session closed, when its last user drops it, not when Python looks for cycles.
     """
 
-    def __init__(self, owner: RemoteCache, is_sliding: bool) -> None:
-        super().__init__()
+    def __init__(self, owner: RemoteCache, original: Any) -> None:
+        super().__init__(original)
         self.owner = weakref.proxy(owner)
-        self.is_sliding = is_sliding
 
     def get_seq_length(self) -> int:
         return int(self.owner.n_tokens)
@@ -65,8 +65,8 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self, config: PretrainedConfig, open_session: OpenSession, max_tokens: int, dtype: torch.dtype = torch.float32
     ) -> None:
         n_layers = skeleton.text_config(config).num_hidden_layers
-        sliding = (DynamicCache(config=config).is_sliding + [False] * n_layers)[:n_layers]
-        super().__init__(layers=[RemoteLayerCache(self, is_sliding) for is_sliding in sliding])
+        originals = [*DynamicCache(config=config).layers, *(DynamicLayer() for _ in range(n_layers))][:n_layers]
+        super().__init__(layers=[RemoteLayerCache(self, original) for original in originals])
         self.n_tokens = 0
         self.max_tokens = max_tokens
         self.dtype = dtype  # in which the swarm computes, whatever the client's part is in

@@ -201,7 +201,7 @@ def _wrap_forward(
         kwargs[cache_name] = cache
         kwargs["use_cache"] = True
         call.cache = cache
-        call.positions = positions
+        call.positions = _one_part(positions)
         call.mask = mask
         logits_to_keep = kwargs.get("logits_to_keep")
         call.want = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep > 0 else None
@@ -217,6 +217,15 @@ def _wrap_forward(
             call.tuned = {}
 
     model.forward = forward_remotely
+
+
+def _one_part(positions: torch.Tensor) -> torch.Tensor:
+    """Positions as servers take them, [b, t]; of several parts, [p, b, t], all are the same for texts."""
+    if positions.ndim < 3:
+        return positions
+    if not bool((positions == positions[:1]).all()):
+        raise ConfigError("positions of several parts that differ are those of pictures, and only texts are served")
+    return positions[0]
 
 
 def _require_no_routers(model: Any, kwargs: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 
 import trio
@@ -30,13 +31,14 @@ from swarmd.errors import (
 )
 from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
-from swarmd.values import Decision
+from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
 
 AMBIGUOUS_FOR_S = 60.0  # one of a chain is wrong: the session does without all of it while others are there
 LEAVING_FOR_S = 20.0  # a server that stops serving is not asked for so long
 BUSY_FOR_S = 2.0  # after a refusal that names no time
+MOST_LOSSES = 5  # of caches by one hop, with no answer between: it fails by itself, whatever it says
 
 
 # What becomes of a hop (``HopLink``), by what the client knows of it:
@@ -68,6 +70,7 @@ class Chain:
         self.layer_arity = 0
         self.codec = Decision("raw", "not opened yet")
         self.routes = RouteChoice(swarm, terms)
+        self._losses: Counter[tuple[PeerId, int]] = Counter()  # by hop, since the last answer
 
     def __str__(self) -> str:
         return " -> ".join(self.names)
@@ -131,6 +134,16 @@ class Chain:
             logger.info("not asking %s for %.0f s: %s", link.hop.peer, for_s, error)
             self.exclude(link, Blame.UNAVAILABLE, str(error), for_s)
 
+    def lose_caches(self, link: HopLink, reason: str) -> None:
+        """A hop says that its caches are gone: nobody is blamed, unless it says so again and again."""
+        place = (link.hop.peer, link.hop.span.start)
+        self._losses[place] += not link.is_lost
+        if not link.is_lost and self._losses[place] >= MOST_LOSSES:
+            text = f"{reason} ({self._losses[place]} times, without an answer)"
+            self.exclude(link, Blame.UNAVAILABLE, text, math.inf)
+        link.is_lost = True
+        self.note_trouble(f"{link.hop}: {reason}")
+
     def exclude_silent(self, now: float) -> None:
         """Do without every hop that gives no sign of life though an op is outstanding there."""
         for link in self.links:
@@ -141,6 +154,7 @@ class Chain:
     def on_answered(self, seq: int, now: float) -> None:
         """Op ``seq`` is answered: every hop on the way of an answer is alive, and did well."""
         self.position.answered = seq
+        self._losses.clear()
         for link in self.links:
             link.watch.on_progress(seq, now)
             self.swarm.rpc.standing.did_well(link.hop.peer)

@@ -188,8 +188,9 @@ class SessionInbox:
         predecessor = chain.links[max(0, index - 1)]
         if peer not in (link.hop.peer, predecessor.hop.peer):
             return  # of a hop that is no more
-        if code in HOP_LOST or code in CHAIN_BROKEN:
-            link.is_lost = link.is_lost or code in HOP_LOST  # it says so itself: nobody is blamed
+        if code in HOP_LOST:
+            chain.lose_caches(link, refusal.message)
+        elif code in CHAIN_BROKEN:
             chain.note_trouble(f"{link.hop}: {refusal.message}")
         elif code in CANNOT_BE and self._may_be_wrong(index, refusal.seq):
             self._on_accusation(index, refusal.message)

@@ -94,7 +94,9 @@ class Repairs:
                 missing = error
             if plan.is_overdue(trio.current_time()):
                 failure = f"no repair within {PATIENCE_S:.0f} s: {chain.trouble or plan.reason}"
-                raise missing or SwarmUnavailable(failure)
+                if missing is not None:
+                    raise NoRoute(f"{missing}, and there was {failure}", missing.missing)
+                raise SwarmUnavailable(failure)
             chain.trouble = plan.reason
             if missing is not None:
                 await self._reservations.wait_for_records()

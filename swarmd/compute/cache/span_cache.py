@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from swarmd.compute.cache.absent_layer import AbsentLayer
 from swarmd.compute.cache.cache_state import is_known, layer_state, restore_layer_untrusted
 from swarmd.compute.cache.kvcache import EightBitLayer, SlabLayer
 from swarmd.compute.cache.session_cache import Tensors
@@ -57,12 +58,11 @@ class LayerPlaces:
         return self._places
 
 
-class PlaceholderLayer(DynamicLayer):  # type: ignore[misc]
+class PlaceholderLayer(AbsentLayer):
     """A layer that is not here: it only knows how many tokens the session has, which masks look at."""
 
-    def __init__(self, is_sliding: bool) -> None:
-        super().__init__()
-        self.is_sliding = is_sliding
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
         self.n_tokens = 0
 
     def get_seq_length(self) -> int:
@@ -113,7 +113,7 @@ class SpanCache:
             if substitute is not None:
                 layers[index] = substitute
             elif isinstance(layer, CacheLayerMixin):
-                layers[index] = PlaceholderLayer(getattr(layer, "is_sliding", False))
+                layers[index] = PlaceholderLayer(layer)
                 self.placeholders.append(layers[index])
 
     def see(self, n_tokens: int) -> None:

@@ -44,8 +44,8 @@ _library.impl("attend", _attend, "CompositeExplicitAutograd")
 
 # Plain functions cost half of what the same operators cost when called by their overloads.
 _PLAIN: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.view.default: torch.Tensor.view,
-    torch.ops.aten._unsafe_view.default: torch.Tensor.view,
+    torch.ops.aten.view.default: torch.Tensor.reshape,  # what ``attend`` stood for may have other strides
+    torch.ops.aten._unsafe_view.default: torch.Tensor.reshape,
     torch.ops.aten._to_copy.default: torch.Tensor.to,
     torch.ops.aten.transpose.int: torch.transpose,
     torch.ops.aten.mean.dim: torch.mean,

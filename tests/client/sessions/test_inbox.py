@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from trio.testing import MockClock
 
 from swarmd.client.links.link import HopLink, SessionOptions
-from swarmd.client.sessions.chain import Chain
+from swarmd.client.sessions.chain import MOST_LOSSES, Chain
 from swarmd.client.sessions.inbox import AnswerArrival, HopDeparture, InboxAction, OpForward, SessionInbox
 from swarmd.client.sessions.step_state import OpInFlight, OpsInFlight, WrongChains
 from swarmd.errors import CacheExhausted, Code
@@ -148,6 +150,30 @@ async def test_a_hop_that_lost_its_caches_is_blamed_for_nothing(desk: Desk, code
     desk.refuse(B, 2, code)
     assert desk.lost == lost
     assert desk.chain.trouble
+    assert not desk.blamed
+
+
+async def test_who_loses_its_caches_again_and_again_without_an_answer_is_asked_no_more(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that always fails there, say: its hop would be opened again for ever."""
+    left_out: list[tuple[PeerId, float]] = []
+    monkeypatch.setattr(desk.chain.routes, "back_off", lambda peer, for_s: left_out.append((peer, for_s)))
+    link = desk.chain.links[1]
+
+    def lose(n: int) -> None:
+        for _ in range(n):
+            link.is_lost = False  # as it is after a repair
+            desk.refuse(B, 2, Code.SESSION_LOST)
+            desk.refuse(B, 2, Code.NO_SESSION)  # of another op, of the same loss
+
+    lose(MOST_LOSSES - 1)
+    assert not left_out
+    desk.answer()
+    lose(MOST_LOSSES - 1)
+    assert not left_out, "an answer between"
+    lose(1)
+    assert left_out == [(B, math.inf)]
     assert not desk.blamed
 
 

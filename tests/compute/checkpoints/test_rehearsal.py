@@ -23,14 +23,10 @@ INDEXER = {
     "indexer_compress_ratio": 4,
 }
 NEED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3n_text": ("several streams of hidden states and per_layer_input", {"num_hidden_layers": 20}),
+    "gemma3n_text": ("per_layer_input", {"num_hidden_layers": 20}),
     "gemma4_text": ("per_layer_input", {"num_hidden_layers": 6, "num_kv_shared_layers": 0}),
-    "deepseek_v4": (
-        "several streams of hidden states and input_ids",
-        {**FEW, "layer_types": None, "mlp_layer_types": None},
-    ),
-    "hy_v4": ("several streams of hidden states", {**FEW, "layer_types": None, "mlp_layer_types": None}),
-    "qwen4_exp_text": ("several streams of hidden states", {**FEW, **INDEXER, "layer_types": None}),
+    "deepseek_v4": ("input_ids", {**FEW, "layer_types": None, "mlp_layer_types": None}),
+    "hy_v4": ("prev_topk_indices", {**FEW, "layer_types": None, "mlp_layer_types": None}),
     "zamba": ("original_hidden_states", {"num_hidden_layers": 8, "layers_block_type": None}),
     "zamba2": ("original_hidden_states", {"num_hidden_layers": 8, "layers_block_type": ["mamba", "hybrid"] * 4}),
     "zaya": ("prev_router_hidden_states", {"num_hidden_layers": 4, "layer_types": None}),
@@ -45,6 +41,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "mamba": {"num_hidden_layers": 4},
     "falcon_h1": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4, "layer_types": None},
+    "qwen4_exp_text": {**FEW, **INDEXER, "layer_types": None},
 }
 """As large as they are published, but for their number of blocks."""
 
@@ -59,7 +56,7 @@ def configured(family: str, changes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("family", sorted(NEED))
-def test_what_blocks_need_beside_one_stream_of_hidden_states_is_named(family: str) -> None:
+def test_what_blocks_need_beside_hidden_states_is_named(family: str) -> None:
     needed, changes = NEED[family]
     with pytest.raises(ConfigError, match=rf"^/models/new: blocks of {family} need {needed}.*: this family cannot be"):
         rehearsal.rehearse(HERE, configured(family, changes))
