@@ -438,6 +438,7 @@ async function answer(place = null) {
   let first = 0, drawing = 0, usage = null, about = null, finish = "", last = begun, saved = 0;
   let took = 0; // the last drawing: a long answer is drawn anew less often, and the page stays free
   const drawNow = () => {
+    if (growing.get(conversation.id)?.controller !== controller) return; // it has ended meanwhile, and is drawn with all that can be done
     const started = performance.now(), wasAtEnd = isAtEnd();
     if (here()) fill(here().said, turn);
     if (here() && wasAtEnd) toEnd();
