@@ -332,11 +332,11 @@ class Gateway:
             return json_response(ollama.answer_empty(body))
         self._admit(key)
         # Loading goes on though the client has gone: the model is there for the next one, too.
-        await self.models.load_engine(body.model)
+        engine = await self.models.load_engine(body.model)
         prepared_requests: list[PreparedRequest] = []
 
         async def prepare() -> None:
-            prepared_requests.extend(await self._prepare_all(requests))
+            prepared_requests.extend(await self._prepare_all(engine, requests))
 
         await run_while_connected(request.receive, prepare)
         if body.stream:
@@ -359,7 +359,8 @@ class Gateway:
             engine = await self._load_for(key, asked.model or self.models.only_model())
             return await VECTORS[path].answer(engine, asked, key, self.quotas)
         body, requests = self._read(content, key, FORMS[path], Skipped())
-        return await FORMS[path].answer(await self._prepare_all(requests, keeps=False), body)
+        engine = await self.models.load_engine(body.model)
+        return await FORMS[path].answer(await self._prepare_all(engine, requests, keeps=False), body)
 
     def _admit_line(self, owner: str) -> None:
         self._admit(self.guard.require_owner(owner))
@@ -372,9 +373,10 @@ class Gateway:
         self._require_model(key, body.model)
         return body, [] if ollama.is_empty(body) else form.parse(body, key, skipped)
 
-    async def _prepare_all(self, requests: Sequence[GenerationRequest], keeps: bool = True) -> list[PreparedRequest]:
+    async def _prepare_all(
+        self, engine: GenerationEngine, requests: Sequence[GenerationRequest], keeps: bool = True
+    ) -> list[PreparedRequest]:
         """Prepare what one request asks for. Raises ApiError."""
-        engine = await self.models.load_engine(requests[0].model)
         prepared_requests = []
         for generation_request in requests:
             meant = replace(generation_request, model=self.models.meant(generation_request.model), keeps=keeps)

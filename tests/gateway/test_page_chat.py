@@ -73,8 +73,21 @@ def said(shown: Stage) -> list[str]:
 
 
 def open_side(shown: Stage) -> None:
-    if shown.page.locator("details.side").get_attribute("open") is None:
-        shown.page.click("details.side > summary")
+    open_side_of(shown.page)
+
+
+def open_side_of(page: Any) -> None:
+    if page.locator("details.side").get_attribute("open") is None:
+        page.click("details.side > summary")
+
+
+def open_another_tab(shown: Stage) -> Any:
+    """A page of the same browser that shows its last conversation."""
+    other = shown.page.context.new_page()
+    other.goto(shown.page.url)
+    open_side_of(other)
+    other.click(".conversations .title")
+    return other
 
 
 def test_conversations_are_kept_found_renamed_exported_and_deleted(browser: Stage) -> None:
@@ -187,16 +200,11 @@ def test_a_few_answers_grow_at_a_time(browser: Stage) -> None:
 
 def test_a_conversation_is_asked_in_one_tab_at_a_time(browser: Stage) -> None:
     ask(browser, "one", "first")
-    other = browser.page.context.new_page()
-    other.goto(browser.page.url)
-    if other.locator("details.side").get_attribute("open") is None:
-        other.click("details.side > summary")
-    other.click(".conversations .title")
+    other = open_another_tab(browser)
     browser.ask("two")  # which the gateway does not answer yet
     note = other.locator(".ask [role=status]")
     playwright.expect(note).to_have_text("This conversation is being answered in another tab.", timeout=WAIT_MS)
-    if other.locator("details.side").get_attribute("open") is None:
-        other.click("details.side > summary")
+    open_side_of(other)
     other.click(".more summary")
     other.locator(".more").get_by_text("Rename").click()
     other.fill("[aria-label=Title]", "Renamed")
@@ -406,16 +414,11 @@ def test_an_edit_that_is_left_is_none(browser: Stage) -> None:
 
 def test_another_tab_shows_what_this_one_keeps_and_forgets_what_it_deletes(browser: Stage) -> None:
     ask(browser, "one", "first")
-    other = browser.page.context.new_page()
-    other.goto(browser.page.url)
-    if other.locator("details.side").get_attribute("open") is None:
-        other.click("details.side > summary")
-    other.click(".conversations .title")
+    other = open_another_tab(browser)
     ask(browser, "two", "second")
     playwright.expect(other.locator(".turn.assistant .said")).to_have_text(["first", "second"])
     other.once("dialog", lambda dialog: dialog.accept())
-    if other.locator("details.side").get_attribute("open") is None:
-        other.click("details.side > summary")
+    open_side_of(other)
     other.click(".more summary")
     other.locator(".more").get_by_text("Delete").click()
     playwright.expect(browser.page.locator(".turn")).to_have_count(0)

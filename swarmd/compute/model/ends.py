@@ -7,6 +7,7 @@ breaks off; on the way out it puts in what the swarm has answered. So rows of ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,6 @@ class Ends:
         self.family = str(self._model.config.model_type)
         self.vocabulary = int(settings.vocab_size)
         self.width = int(settings.hidden_size)
-        self.hidden_size = self.embed([[0]], [0])[0].shape[2]  # of a token as it travels: in all its streams
         self.max_tokens = skeleton.longest_context(self._model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = all_look_back(settings)
@@ -80,6 +80,11 @@ class Ends:
         )
         end_tokens = frozenset[int]().union(*map(_read_ids, sources))
         self.eos = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """How many numbers a token has as it travels: those of all its streams."""
+        return self.embed([[0]], [0])[0].shape[2]
 
     @torch.inference_mode()
     def embed(

@@ -72,6 +72,11 @@ class GenerationRequest:
     key: str = ""
     skipped: tuple[str, ...] = ()  # what of it is left out
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        return bool(self.tools) and self.tool_choice not in ("auto", "none")
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerEvent:
@@ -95,7 +100,6 @@ class PreparedRequest:
     options: AnswerOptions
     request: GenerationRequest
     formats: AnswerFormats | None  # of an answer to a conversation
-    is_forced: bool
     is_thinking: bool  # the prompt ends within thoughts
     metrics: Metrics
     quotas: Quotas
@@ -168,7 +172,7 @@ class PreparedRequest:
         """Make the reader of an answer; what completes a text is text."""
         if self.formats is None:
             return AnswerReader(())
-        regions = self.formats.forced_regions if self.is_forced else self.formats.regions
+        regions = self.formats.forced_regions if self.request.is_forced else self.formats.regions
         tools = None if self.request.schema is not None else _shown_tools(self.request)
         return AnswerReader(regions, tools, self.is_thinking)
 
@@ -202,8 +206,7 @@ async def prepare_request(
         quotas.grant(request.key, n_prompt, 1)
     room = limit - n_prompt  # agents name lengths that are meant as "as long as it takes", or none
     max_tokens = min(request.max_tokens or room, room)
-    is_forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
-    grammar = await _make_grammar(engine, request, is_forced)
+    grammar = await _make_grammar(engine, request)
     sampling = choose_sampling(request, engine.ends)
     ids = tuple(prompt.ids)
     refusals.require_tokens(ids, engine.ends.vocabulary, "prompt")
@@ -223,7 +226,7 @@ async def prepare_request(
         key=request.key,
         keeps=request.keeps,
     )
-    return PreparedRequest(engine, options, request, formats, is_forced, is_thinking, metrics, quotas)
+    return PreparedRequest(engine, options, request, formats, is_thinking, metrics, quotas)
 
 
 async def _make_prompt_of_guess(
@@ -233,9 +236,8 @@ async def _make_prompt_of_guess(
 
     Raises ApiError.
     """
-    is_held = request.schema is not None or bool(request.tools and request.tool_choice not in ("auto", "none"))
     answering = replace(request, continues=False)
-    if request.is_guess and is_held:  # a schema holds a whole answer
+    if request.is_guess and (request.is_forced or request.schema is not None):  # a schema holds a whole answer
         request = answering
     try:
         return request, await make_prompt(engine, request)
@@ -297,16 +299,18 @@ def _messages_with_tools(engine: GenerationEngine, request: GenerationRequest) -
     return [{"role": "system", "content": text}, *request.messages]
 
 
-async def _make_grammar(engine: GenerationEngine, request: GenerationRequest, is_forced: bool) -> Grammar | None:
+async def _make_grammar(engine: GenerationEngine, request: GenerationRequest) -> Grammar | None:
     """Compile what the answer has to fit. Raises ApiError."""
     try:
-        schema = _forced_schema(request) if is_forced else request.schema
+        schema = _forced_schema(request) if request.is_forced else request.schema
         if schema is None:
             return None
         with refusals.as_api_errors():
             return await engine.grammars.of_schema(schema or ANY_JSON, request.key)
     except BadSchema as error:
-        raise bad_request(f"the schema cannot be used: {error}", "tools" if is_forced else "response_format") from None
+        raise bad_request(
+            f"the schema cannot be used: {error}", "tools" if request.is_forced else "response_format"
+        ) from None
 
 
 def _forced_schema(request: GenerationRequest) -> JsonObject:

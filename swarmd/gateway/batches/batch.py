@@ -10,16 +10,17 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from io import BytesIO
 from secrets import token_hex
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from swarmd.gateway.apis.schema import JsonObject
 
 MOST_LINES = 50_000  # of one batch, as OpenAI has it
 MOST_TOLD = 20  # faults of a file: a person mends these first
 WINDOW_S = 86_400  # within which a batch is answered, or ends with what there is
 LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
-JsonObject = dict[str, Any]
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Labels = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 State = Literal["in_progress", "completed", "failed", "expired", "cancelled"]

@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from swarmd.gateway.apis.body import read_body
 from swarmd.gateway.apis.refusals import bad_request
-from swarmd.gateway.apis.schema import decode_request
+from swarmd.gateway.apis.schema import JsonObject, decode_request
 from swarmd.gateway.apis.skipped import Skipped
 from swarmd.gateway.apis.streams import json_response
-from swarmd.gateway.batches.batch import BatchRequest, JsonObject, describe, list_page
+from swarmd.gateway.batches.batch import BatchRequest, describe, list_page
 from swarmd.gateway.batches.runner import Batches
 from swarmd.gateway.batches.store import StoredFile
 

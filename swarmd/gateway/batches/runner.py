@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator
 import trio
 
 from swarmd.gateway.apis.refusals import ApiError, bad_request, internal_error
+from swarmd.gateway.apis.schema import JsonObject
 from swarmd.gateway.batches.batch import (
     BatchLine,
     BatchRequest,
-    JsonObject,
     LineFault,
     State,
     StoredBatch,
@@ -65,7 +65,7 @@ class Batches:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 for batch in self.store.open_batches():
-                    nursery.start_soon(self._run, batch)
+                    nursery.start_soon(self._run, batch, None)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -95,7 +95,7 @@ class Batches:
                 setattr(batch, f"{field}_file_id", file.id)
         self.store.keep_batch(batch)
         if not faults:
-            self._nursery.start_soon(self._run, batch)
+            self._nursery.start_soon(self._run, batch, lines)
         return batch
 
     def cancel(self, batch: StoredBatch) -> None:
@@ -112,10 +112,12 @@ class Batches:
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
-    async def _run(self, batch: StoredBatch) -> None:
+    async def _run(self, batch: StoredBatch, lines: list[BatchLine] | None) -> None:
         try:
             if batch.state == "in_progress":
-                await self._run_to_its_end(batch)
+                if lines is None:
+                    lines, _ = read_lines(self.store.read(batch.input_file_id), batch.endpoint)
+                await self._run_to_its_end(batch, lines)
         except OSError as error:
             logger.warning("%s stops, and goes on after a restart: %s", batch.id, error)
         except Exception as mistake:
@@ -125,8 +127,7 @@ class Batches:
 
     # As many tasks as there is room take its requests from one iterator. So all batches have the same share of the
     # room, however many requests they have, and none is held in memory twice.
-    async def _run_to_its_end(self, batch: StoredBatch) -> None:
-        lines, _ = read_lines(self.store.read(batch.input_file_id), batch.endpoint)
+    async def _run_to_its_end(self, batch: StoredBatch, lines: list[BatchLine]) -> None:
         answered = self._read_answered(batch)
         left = [line for line in lines if line.custom_id not in answered]
         requests = iter(left)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,41 @@ async def read(played: PlayedGateway, file_id: str | None, **headers: str) -> di
     return {line["custom_id"]: line for line in map(json.loads, content.splitlines())}
 
 
+async def begin_stuck(
+    played: PlayedGateway, monkeypatch: pytest.MonkeyPatch, names: Sequence[str], n_answered: int
+) -> dict[str, Any]:
+    """Begin a batch of which so many requests are answered, and the others wait for ever."""
+    open_session = played.swarm.open_session
+
+    async def open_some(terms: Any) -> Any:
+        if len(played.swarm.opened) == n_answered:
+            await trio.sleep_forever()
+        return await open_session(terms)
+
+    monkeypatch.setattr(played.swarm, "open_session", open_some)
+    batch = await begin(played, "\n".join(map(request, names)))
+    with trio.fail_after(60):
+        while (await played.http.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"] < n_answered:
+            await trio.sleep(0.01)
+    return batch
+
+
+def fill_queue(played: PlayedGateway, monkeypatch: pytest.MonkeyPatch, n_times: int) -> list[str]:
+    """Have the next requests told to come back at once; returns whose they were, as they come."""
+    refused: list[str] = []
+    require_room = played.engine.turns.require_room
+
+    def refuse_some(key: str) -> None:
+        if len(refused) < n_times:
+            refused.append(key)
+            raise QueueFull("64 requests wait already")
+        require_room(key)
+
+    monkeypatch.setattr(played.engine.turns, "require_room", refuse_some)
+    monkeypatch.setattr("swarmd.gateway.apis.refusals.WAIT_S", 0)
+    return refused
+
+
 async def test_each_request_is_answered_as_if_it_had_been_asked_alone(tmp_path: Path) -> None:
     async with played_gateway(tmp_path) as played:
         names = [f"q{n}" for n in range(7)]
@@ -104,18 +140,7 @@ async def test_a_file_with_faults_is_not_begun(tmp_path: Path) -> None:
 async def test_a_gateway_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"q{n}" for n in range(5)]
     async with played_gateway(tmp_path) as played:
-        open_session = played.swarm.open_session
-
-        async def open_two(terms: Any) -> Any:
-            if len(played.swarm.opened) == 2:
-                await trio.sleep_forever()
-            return await open_session(terms)
-
-        monkeypatch.setattr(played.swarm, "open_session", open_two)
-        batch = await begin(played, "\n".join(map(request, names)))
-        with trio.fail_after(60):
-            while (await played.http.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"] < 2:
-                await trio.sleep(0.01)
+        batch = await begin_stuck(played, monkeypatch, names, n_answered=2)
     (output,) = (path for path in (tmp_path / stored.FOLDER).glob("file-*.jsonl") if b'"response"' in path.read_bytes())
     with output.open("ab") as file:
         file.write(b'{"id":"cut')
@@ -131,20 +156,10 @@ async def test_a_gateway_that_was_killed_goes_on_where_it_was(tmp_path: Path, mo
 
 async def test_who_has_too_much_to_do_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with played_gateway(tmp_path) as played:
-        waits: list[float] = []
-        require_room = played.engine.turns.require_room
-
-        def refuse_twice(key: str) -> None:
-            if len(waits) < 2:
-                waits.append(0)
-                raise QueueFull("64 requests wait already")
-            require_room(key)
-
-        monkeypatch.setattr(played.engine.turns, "require_room", refuse_twice)
-        monkeypatch.setattr("swarmd.gateway.apis.refusals.WAIT_S", 0)
+        refused = fill_queue(played, monkeypatch, n_times=2)
         batch = await ended(played, await begin(played, request("a")))
         assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
-        assert len(waits) == 2
+        assert len(refused) == 2
 
 
 async def test_a_batch_is_cancelled_or_expires_with_what_there_is(
@@ -152,19 +167,8 @@ async def test_a_batch_is_cancelled_or_expires_with_what_there_is(
 ) -> None:
     now = 1_000_000.0
     async with played_gateway(tmp_path, clock=lambda: now) as played:
-        open_session = played.swarm.open_session
-
-        async def open_one(terms: Any) -> Any:
-            if played.swarm.opened:
-                await trio.sleep_forever()
-            return await open_session(terms)
-
-        monkeypatch.setattr(played.swarm, "open_session", open_one)
-        batch = await begin(played, f"{request('a')}\n{request('b')}\n{request('c')}")
+        batch = await begin_stuck(played, monkeypatch, "abc", n_answered=1)
         path = f"/v1/batches/{batch['id']}"
-        with trio.fail_after(60):
-            while not (await played.http.get(path)).json()["request_counts"]["completed"]:
-                await trio.sleep(0.01)
         assert (await played.http.post(f"{path}/cancel")).json()["status"] in ("cancelling", "cancelled")
         batch = await ended(played, (await played.http.get(path)).json())
         assert (batch["status"], batch["cancelled_at"]) == ("cancelled", now)
@@ -215,28 +219,11 @@ async def test_what_a_key_that_was_taken_back_still_wants_is_refused(
                 await trio.sleep(0.01)
 
 
-async def open_once(played: PlayedGateway, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A batch of two requests of which one is answered, and the other waits for ever."""
-    open_session = played.swarm.open_session
-
-    async def open_one(terms: Any) -> Any:
-        if played.swarm.opened:
-            await trio.sleep_forever()
-        return await open_session(terms)
-
-    monkeypatch.setattr(played.swarm, "open_session", open_one)
-    batch = await begin(played, f"{request('a')}\n{request('b')}")
-    with trio.fail_after(60):
-        while (await played.http.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"] < 1:
-            await trio.sleep(0.01)
-    return batch
-
-
 async def test_what_cannot_be_read_now_is_not_asked_again_and_ends_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with played_gateway(tmp_path) as played:
-        batch = await open_once(played, monkeypatch)
+        batch = await begin_stuck(played, monkeypatch, "ab", n_answered=1)
     (output,) = (path for path in (tmp_path / stored.FOLDER).glob("file-*.jsonl") if b'"response"' in path.read_bytes())
     kept = output.read_bytes()
     read_bytes = Path.read_bytes
@@ -296,17 +283,7 @@ print([store.append(file.id, b"x" * 49 + b"\\n") for _ in range(3)], store.size_
 async def test_a_request_that_comes_back_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with played_gateway(tmp_path) as played:
         key = {"authorization": f"Bearer {played.keys.add('a', KeyLimits(requests_day=2))}"}
-        waits: list[int] = []
-        require_room = played.engine.turns.require_room
-
-        def refuse_often(key: str) -> None:
-            if len(waits) < 9:
-                waits.append(0)
-                raise QueueFull("64 requests wait already")
-            require_room(key)
-
-        monkeypatch.setattr(played.engine.turns, "require_room", refuse_often)
-        monkeypatch.setattr("swarmd.gateway.apis.refusals.WAIT_S", 0)
+        fill_queue(played, monkeypatch, n_times=9)
         batch = await ended(played, await begin(played, "\n".join(map(request, "ab")), **key), **key)
         assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
 
@@ -332,7 +309,7 @@ async def test_a_later_key_of_the_same_name_has_nothing_of_the_former(tmp_path: 
 
 async def test_files_of_an_open_batch_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with played_gateway(tmp_path) as played:
-        batch = await open_once(played, monkeypatch)
+        batch = await begin_stuck(played, monkeypatch, "ab", n_answered=1)
         for file in (await played.http.get("/v1/files")).json()["data"]:
             refused = await played.http.delete(f"/v1/files/{file['id']}")
             assert refused.status_code == 409
