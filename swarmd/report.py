@@ -226,6 +226,7 @@ class Owner:
                 listed = ", ".join(view.catalog.models) or "none yet"
                 raise ConfigError(f"the catalog has no model {name!r}; it has: {listed}")
             model_id, n_blocks = model_entry
+            layout = self._store.describe_layout(model_id)
             spans = view.serving(model_id)
             all_blocks = Span(0, n_blocks)
             trips = gather_trips(spans, me, half_trips_s)
@@ -233,9 +234,10 @@ class Owner:
             try:
                 route = best_route(query)
                 rejected = best_alternative(route, query)
-                rows[name] = _chain_row(route, _chain_row(rejected) if rejected else None)
+                row = _chain_row(route, _chain_row(rejected) if rejected else None)
             except NoRoute as error:
-                rows[name] = ChainRow(cost_ms=None, error=str(error))
+                row = ChainRow(cost_ms=None, error=str(error))
+            rows[name] = msgspec.structs.replace(row, layout=layout)
         return rows
 
     def addresses(self) -> answers.AddressesAnswer:

@@ -279,7 +279,8 @@ class ProbeRow(Status, frozen=True, kw_only=True):
 class ChainRow(Status, frozen=True, kw_only=True):
     """A chain for a model with its expected cost of a token, and the best rejected one; ``error``: there is none.
 
-    ``readers`` can read the text that passes through them.
+    ``readers`` can read the text that passes through them. ``layout``: where else than between any two layers the model
+    can be cut, and what travels beside hidden states, where anything does and the manifest is here.
     """
 
     cost_ms: float | None
@@ -287,6 +288,7 @@ class ChainRow(Status, frozen=True, kw_only=True):
     readers: tuple[str, ...] = ()
     rejected: ChainRow | None = None
     error: str | None = None
+    layout: str = ""
 
 
 class WhyAnswer(Status, frozen=True, kw_only=True):

@@ -1,15 +1,18 @@
 """Tiny random checkpoints of many families, and the proof that spans of each compute what the whole model computes.
 
-tests/compute/test_families.py runs the proof for each family and writes docs/models.md from what it finds.
+tests/compute/test_families.py runs the proof for each family and writes docs/families.md from what it finds.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
@@ -24,10 +27,13 @@ from swarmd.compute.checkpoints.check import check_folder
 from swarmd.compute.checkpoints.rehearsal import narrow_settings
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import Ends
+from swarmd.compute.model.rows import RowFormat
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.rates import first_rates
 from swarmd.compute.serving.torch_engine import describe
+from swarmd.errors import Refused
 from swarmd.protocol.models import manifest
+from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout, write_layout
 from swarmd.protocol.wire.worker import Measured
 from swarmd.values import Span
 from swarmd.wire.history import Budget, History
@@ -129,6 +135,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "phi4_multimodal": {"audio_config": {"num_blocks": 2}, "vision_config": {"num_hidden_layers": 2}},
     "mistral4": {**LATENT, "head_dim": None},
+    "longcat_flash": {**LATENT, "num_hidden_layers": 2 * N_LAYERS},  # of two attentions each
+    "modernbert-decoder": {},
+    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
+    "deepseek_v4": {**LATENT, "mlp_layer_types": ["hash_moe", "moe"] * 2},
+    "hy_v4": EXPERTS,
+    "zaya": {**EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 """What is served, with what makes its configuration small and valid; None takes a setting away."""
 
@@ -172,9 +184,18 @@ _TOWERS = """
 """
 _ROPE_OF_PARTS = "cosmos3_edge glm46v glm4v glm_ocr paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl"
 
+SHARED_KEYS = {  # Gemma 4 of the E2B kind: an embedding for each layer, and layers that reuse another's keys
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+
 COMPOSITES: dict[str, dict[str, Any]] = {
     **{name: {} for name in _TOWERS.split()},
     **{name: {"text_config": rope_of_parts(1, 1, 2)} for name in _ROPE_OF_PARTS.split()},
+    "gemma4": {"text_config": SHARED_KEYS},
     "gemma4_unified": {"image_token_id": 150, "audio_token_id": 151, "video_token_id": 152},
     "ernie4_5_vl_moe": {"text_config": {**EXPERTS, "moe_intermediate_size": [32, 32], **rope_of_parts(1, 1, 2)}},
     "glm5_next": {"text_config": POOLED_STREAMS},
@@ -189,11 +210,37 @@ COMPOSITES: dict[str, dict[str, Any]] = {
 """What reads pictures or sound beside text, and whose text part is served; with what makes it small and valid."""
 
 REFUSED_COMPOSITES: dict[str, dict[str, Any]] = {
-    "gemma4": {},
     "inkling2": {"text_config": EXPERTS, "vision_config": {"text_hidden_size": 32}},
     "mllama": {},
     "paligemma": {},
 }
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text with experts": (
+        "gemma4_text",
+        {**EXPERTS, "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4_text with shared keys": ("gemma4_text", SHARED_KEYS),
+    "glm_moe_dsa with shared indexers": (
+        "glm_moe_dsa",
+        {
+            **INDEXED,
+            "num_hidden_layers": 6,
+            "indexer_types": ["full", "shared", "shared", "full", "shared", "full"],
+        },
+    ),
+    "qwen4_exp with per-layer embeddings": (
+        "qwen4_exp",
+        {
+            "text_config": {
+                **MIXED_STREAMS,
+                "ple_layer_ids": [1, 3],
+                "ple_embed_dim": 128,
+                "ngram_vocab_size_base": 64,
+            }
+        },
+    ),
+}
+"""Other models of some of these families, whose blocks take more."""
 SERVED = FAMILIES | COMPOSITES
 DEPTHS_OF_TOWERS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "num_global_layers", "n_layers")
 
@@ -208,19 +255,17 @@ REFUSED: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {},
     "cpmant": {},
     "ctrl": {},
-    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY},
     "hrm_text": {},
     "inkling2_text": EXPERTS,
-    "longcat_flash": EXPERTS,
     "minimax": EXPERTS,
-    "modernbert-decoder": {},
     "rwkv": {},
-    "deepseek_v4": LATENT,
-    "hy_v4": EXPERTS,
     "openai-gpt": {},
     "xlstm": {"num_blocks": 4, "num_heads": 4},
-    "zamba2": {"num_hidden_layers": 6, "layer_types": ["linear_attention", "hybrid"] * 3},
-    "zaya": {**EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16},
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layer_types": ["linear_attention", "hybrid"] * 3,
+        "hybrid_layer_ids": [1, 3, 5],
+    },
 }
 """What is refused when a model is added or loaded, each with its own reason."""
 
@@ -237,7 +282,10 @@ class Proof:
     operations: float  # appending, taking back, reordering and handing over, in each span
     ends: float  # a gateway's embedding, norm and head around the spans
     can_crop: bool
+    can_hand_over: bool  # what sessions keep, to another server
     batching: str
+    travels: str  # of a token
+    cuts: str  # where it can be cut
 
     @property
     def worst(self) -> float:
@@ -269,6 +317,12 @@ class LocalSession:
         return hidden
 
     def close(self) -> None: ...
+
+
+def make_named(name: str, folder: Path) -> Path:
+    """Write a random checkpoint of a family or of one of its variants."""
+    family, changes = VARIANTS.get(name) or (name, SERVED[name])
+    return make(family, folder, changes)
 
 
 def make(model_type: str, folder: Path, changes: dict[str, Any]) -> Path:
@@ -318,12 +372,21 @@ def _cut_depth(section: dict[str, Any]) -> dict[str, Any]:
     return cut
 
 
+def lay_out(folder: Path) -> ModelLayout:
+    """Do what adding does: check a checkpoint, and have its configuration say how it is cut. Raises ConfigError."""
+    layout = check_folder(folder, manifest.read_folder(folder))
+    path = folder / "config.json"
+    path.write_text(json.dumps(write_layout(json.loads(path.read_text()), layout)))
+    return layout
+
+
 def prove(folder: Path) -> Proof:
     """Compare two spans and a client with the whole model. Raises ConfigError when the family is refused."""
-    check_folder(folder, manifest.read_folder(folder))
+    layout = lay_out(folder)
     whole = skeleton.load_whole(folder, torch.float32)
-    n = skeleton.text_config(whole.config).num_hidden_layers
-    spans = [LoadedSpan(folder, Span(0, CUT), torch.float32), LoadedSpan(folder, Span(CUT, n), torch.float32)]
+    n = layout.n_blocks(skeleton.count_layers(whole.config))
+    bounds = (0, CUT, n) if layout == EACH_LAYER else range(n + 1)  # else at each border that there is
+    spans = [LoadedSpan(folder, Span(*pair), torch.float32) for pair in pairwise(bounds)]
     for span in spans:  # as a worker does
         span.self_test()
         first_rates(span, span.sample, 0.01)
@@ -337,11 +400,30 @@ def prove(folder: Path) -> Proof:
         mask = torch.ones_like(ids)
         mask[0, :4] = 0
         padded = _error(_decode(model, ids, mask), _decode(whole, ids, mask))
-    gradient, lora = _gradient_errors(whole, spans, ids)
-    operations, crops = zip(*(operations_error(span) for span in spans), strict=True)
-    batching = spans[0].batching.split(":")[0]
+    gradient, lora = _gradient_errors(whole, spans, ids, Ends(folder, torch.float32).embed(ids.tolist(), [0, 0]))
+    operations = [operations_error(span) for span in spans]
     ends = _ends_error(folder, whole, spans, ids[:1])
-    return Proof(full, cached, padded, gradient, lora, max(operations), ends, all(crops), batching)
+    return Proof(
+        full=full,
+        cached=cached,
+        padded=padded,
+        gradient=gradient,
+        lora=lora,
+        operations=max(each.error for each in operations),
+        ends=ends,
+        can_crop=all(each.can_crop for each in operations),
+        can_hand_over=all(each.can_hand_over for each in operations),
+        batching=spans[0].batching.split(":")[0],
+        travels=_describe_row(spans[0].family.format, whole.config),
+        cuts="anywhere" if not layout.first_layers else f"before {', '.join(map(str, layout.first_layers[1:]))} of {n}",
+    )
+
+
+def _describe_row(rows: RowFormat, config: Any) -> str:
+    """What travels of a token, by the width d of hidden states."""
+    n_streams = rows.hidden // int(skeleton.text_config(config).hidden_size)
+    bands = [f"{band.name} {'of each layer' if band.kind == 'each' else ''}".strip() for band in rows.layout.sidebands]
+    return " + ".join([f"{n_streams} d" if n_streams > 1 else "d", *bands])
 
 
 def _ends_error(folder: Path, whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> float:
@@ -366,14 +448,22 @@ def _decode(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.T
     return torch.stack(logits)
 
 
-def operations_error(span: LoadedSpan) -> tuple[float, bool]:
-    """How far a session's operations are from the same tokens at once; and whether tokens can be taken back.
+class Operations(NamedTuple):
+    """How far a session's operations are from the same tokens at once, and which of them there are."""
+
+    error: float
+    can_crop: bool
+    can_hand_over: bool
+
+
+def operations_error(span: LoadedSpan) -> Operations:
+    """Compare a session's operations with the same tokens at once.
 
     Six tokens of two rows, two more of which one is taken back and another one follows, rows that change places, and a
     cache that another worker goes on with.
     """
     rng = torch.Generator().manual_seed(2)
-    hidden = torch.randn(2, 9, span.hidden_size, generator=rng).to(span.device, span.dtype)
+    hidden = span.family.random_hidden(2, 9, rng)
     positions = torch.arange(9, device=span.device).expand(2, -1)
 
     def append(cache: SpanCache, start: int, end: int, rows: Sequence[int] = (0, 1)) -> torch.Tensor:
@@ -387,18 +477,22 @@ def operations_error(span: LoadedSpan) -> tuple[float, bool]:
     if can_crop:
         cache.crop(1)
         append(cache, 7, 8)
-    heir = span.new_cache()
-    state = pack_state(cache, History(False, Budget()), None, 8)
-    shape = StateShape(2, 16, span.hidden_size, span.dtype, 0)
-    unpack_state_untrusted(state, heir, History(False, Budget()), span.example_cache(span.span), shape)
-    for each in (cache, heir):
+    heirs = [cache]
+    with suppress(Refused):  # such a session is replayed
+        state = pack_state(cache, History(False, Budget()), None, 8)
+        shape = StateShape(2, 16, span.hidden_size, span.dtype, 0)
+        heirs.append(span.new_cache())
+        unpack_state_untrusted(state, heirs[1], History(False, Budget()), span.example_cache(span.span), shape)
+    for each in heirs:
         each.reorder(torch.tensor([1, 0], device=span.device))
         outs.append(append(each, 8, 9, (1, 0))[[1, 0]])
-    whole = torch.cat([expected, expected[:, 8:]], 1)
-    return _error(torch.cat(outs, 1), whole), can_crop
+    whole = torch.cat([expected, *[expected[:, 8:]] * (len(heirs) - 1)], 1)
+    return Operations(_error(torch.cat(outs, 1), whole), can_crop, len(heirs) > 1)
 
 
-def _gradient_errors(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> tuple[float, float]:
+def _gradient_errors(
+    whole: Any, spans: list[LoadedSpan], ids: torch.Tensor, rows: list[torch.Tensor]
+) -> tuple[float, float]:
     """Differences of gradients with respect to what enters the first block, and to a LoRA of one of its matrices."""
     layers, seen = skeleton.decoder_layers(whole), {}
     name, matrix = _first_matrix(whole, layers[0], ids)
@@ -429,7 +523,8 @@ def _gradient_errors(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> 
     weights = torch.randn(leaving.shape, generator=rng)
     of_input, *of_lora = torch.autograd.grad((leaving * weights).sum(), (seen["in"], a, b))
     expected = (of_input.flatten(2), *of_lora)
-    entered = seen["in"].detach().flatten(2).requires_grad_()
+    entered = torch.cat(rows).clone().requires_grad_()
+    hidden_of = spans[0].family.format.hidden_of
     positions = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
     out = entered
     for span in spans:
@@ -438,7 +533,8 @@ def _gradient_errors(whole: Any, spans: list[LoadedSpan], ids: torch.Tensor) -> 
         for block in span.span.blocks():  # as fine-tuning computes them
             own = lora if span.adapters.block_of(name) == block else None
             out = span.forward_with_grad(out, positions, None, Span(block, block + 1), own)
-    got = torch.autograd.grad((out * weights).sum(), (entered, a, b))
+    of_rows, *of_ours = torch.autograd.grad((hidden_of(out) * weights).sum(), (entered, a, b))
+    got = (hidden_of(of_rows), *of_ours)
     errors = [_error(ours, theirs) for ours, theirs in zip(got, expected, strict=True)]
     return errors[0], max(errors[1:])
 

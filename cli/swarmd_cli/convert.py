@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from swarmd.compute.llama_cpp.gguf_header import GgufHeader
+    from swarmd.protocol.models.manifest import Manifest
+    from swarmd.protocol.models.model_layout import ModelLayout
 from swarmd_cli.context import home
 from swarmd_cli.terminal import drawing_by_library
 
@@ -70,6 +72,35 @@ def _growing(folder: Path) -> Iterator[Path]:
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def lay_out(folder: Path, read: Manifest, layout: ModelLayout) -> tuple[Path, Manifest]:
+    """Return a folder whose configuration says this layout, and its manifest: the same files, by other names.
+
+    It is the folder itself where that says so already. Raises ConfigError.
+    """
+    from swarmd.protocol.models import manifest
+
+    laid_out = manifest.lay_out(read, layout)
+    if laid_out == read:
+        return folder, read
+    target = home().folder / FOLDER / f"{folder.name[:64]}-{manifest.model_id(laid_out)[:16]}"
+    if target.is_dir():
+        return target, laid_out
+    index = [manifest.INDEX_FILE] if (folder / manifest.INDEX_FILE).is_file() else []
+    with _growing(target) as unfinished:
+        for name in (*manifest.shard_names(folder), *index, *(file.name for file in read.files)):
+            _link((folder / name).resolve(), unfinished / name)
+        (unfinished / "config.json").write_text(laid_out.config, encoding="utf-8")
+    return target, laid_out
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name; a copy where that cannot be."""
+    try:
+        os.link(source, target)
+    except OSError:  # another disk
+        shutil.copyfile(source, target)
 
 
 def _pack(header: GgufHeader, folder: Path, report: Callable[[str], None]) -> str:

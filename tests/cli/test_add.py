@@ -13,9 +13,9 @@ from swarmd_cli import source
 
 from swarmd.errors import ConfigError
 from swarmd.home.membership import MembershipFiles
-from swarmd.home.models import bundled_folder
+from swarmd.home.models import ModelFolders, bundled_folder
 from swarmd.home.paths import Home
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.cli.typed import swarmd
 
 
@@ -181,3 +181,23 @@ def test_a_file_that_is_no_gguf_is_no_folder(home: Home, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(ConfigError, match="is a file, and no GGUF"):
         add(home, tmp_path / "config.json")
+
+
+@pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
+def test_a_model_whose_layers_stay_together_says_so_in_its_own_configuration(home: Home, tmp_path: Path) -> None:
+    folder = families.make_named("gemma4_text with shared keys", tmp_path / "gemma")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_folder() / name, folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    said = add(home, folder)
+    assert "  3 blocks (they begin at layers 0, 1, 2; beside hidden states travel per_layer_input), 1" in said
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    (model,) = {model for name, (model, _) in MembershipFiles(home).catalog().models.items() if name == "new"}
+    laid_out = ModelFolders(home).read()[model]
+    assert laid_out.parent == home.folder / "converted"
+    assert laid_out.joinpath("model.safetensors").samefile(folder / "model.safetensors"), "no byte is there twice"
+    assert json.loads((laid_out / "config.json").read_text())["swarmd"]["first_layers"] == [0, 1, 2]
+    assert add(home, laid_out) == add(home, folder) == said, "the same model again"
+    swarmd(home, "models", "rm", "new")
+    assert not laid_out.exists()
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before

@@ -81,7 +81,7 @@ class ToySpan:
 
     def on_block(self) -> None: ...
 
-    n_layers = 0  # it does not know, and gives all
+    n_blocks = 0  # it does not know, and gives all
 
     def __init__(self, span: Span, lie: Callable[[torch.Tensor], torch.Tensor] = lambda out: out) -> None:
         self.span = span
@@ -91,6 +91,9 @@ class ToySpan:
         return ToyCache(hop)
 
     example_cache = new_cache
+
+    def refuses_rows(self, rows: torch.Tensor) -> str:
+        return ""
 
     def run(self, pieces: Sequence[SessionTokens], hop: Span) -> list[torch.Tensor]:
         return [self._run(piece, hop) for piece in pieces]

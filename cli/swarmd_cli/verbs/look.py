@@ -336,6 +336,8 @@ def _explain(reasons: WhyAnswer, what: str) -> Iterator[str]:
 
 
 def _describe_chain(name: str, chain: ChainRow) -> Iterator[str]:
+    if chain.layout:
+        yield f"blocks of {name}: {chain.layout}"
     if chain.cost_ms is None:
         yield f"chain for {name}: none: {chain.error}"
         return

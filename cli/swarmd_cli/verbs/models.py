@@ -26,7 +26,7 @@ from swarmd_cli.context import (
     read_answer,
     reload_daemon,
 )
-from swarmd_cli.convert import OWN, delete_converted
+from swarmd_cli.convert import OWN, delete_converted, lay_out
 from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
 from swarmd_cli.terminal import make_console, print_table, text_column
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
@@ -34,6 +34,7 @@ from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 if TYPE_CHECKING:
     from swarmd.protocol.membership.catalog import Catalog
     from swarmd.protocol.models.manifest import Manifest
+    from swarmd.protocol.models.model_layout import ModelLayout
     from swarmd.status import DownloadRow, ModelRow
 
 LOOK_INTERVAL_S = 0.5  # between two questions to the daemon how far it is
@@ -137,7 +138,10 @@ def add_source(
     if replace or name not in member.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
     folder = find_folder(source, dtype)
-    source_manifest, kind = _read_manifest(folder, base)
+    is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
+    commit = folder.name if is_hub_id and folder.parent.name == "snapshots" else ""
+    read, kind, layout = _read_manifest(folder, base)
+    folder, source_manifest = lay_out(folder, read, layout)
     model = manifest.model_id(source_manifest)
     entry = (model, member.catalog().hash_of(base) if base else source_manifest.n_blocks)
     catalog: JsonObject = getattr(member.catalog(), kind)
@@ -148,9 +152,7 @@ def add_source(
     Library(state.weights, {}).keep_manifest(source_manifest, folder)
     model_folders().add(model, folder)
     if is_new:
-        is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
-        is_of_hub = is_hub_id and folder.parent.name == "snapshots"
-        on_hub: dict[str, str] = {model: f"{source}@{folder.name}"} if is_of_hub else {}
+        on_hub: dict[str, str] = {model: f"{source}@{commit}"} if commit else {}
 
         def publish(draft: Catalog) -> Catalog:
             sources = {**draft.sources, **on_hub}
@@ -162,7 +164,8 @@ def add_source(
     names = {alias for alias, (model_hash, _) in catalog.items() if model_hash == model}
     aliases = sorted(names - {name})
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
-    blocks = f"{count(source_manifest.n_blocks, 'block')}, " if source_manifest.n_blocks else ""
+    unusual = f" ({layout.describe()})" if layout.describe() else ""
+    blocks = f"{count(source_manifest.n_blocks, 'block')}{unusual}, " if source_manifest.n_blocks else ""
     return f"{name}: {model}  {blocks}{count(len(source_manifest.tensors), 'tensor')}{also}"
 
 
@@ -193,25 +196,29 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
         )
 
 
-def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str]:
-    """Read the manifest of a checkpoint or an adapter, and name its list in the catalog. Raises ConfigError."""
+def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str, ModelLayout]:
+    """Read the manifest of a checkpoint or an adapter, and name its list in the catalog. Raises ConfigError.
+
+    Also returns how the layers of a model become blocks.
+    """
     from swarmd.errors import ConfigError
     from swarmd.protocol.models import adapter, manifest
+    from swarmd.protocol.models.model_layout import EACH_LAYER
 
     if adapter.is_adapter(folder):
         if not base:
             raise ConfigError(f"{folder} is an adapter: say --base MODEL, the name of the model that it adapts")
         read = adapter.read_folder(folder, membership().catalog().hash_of(base))
         _check_adapter(folder, read, base)
-        return read, "adapters"
+        return read, "adapters", EACH_LAYER
     if base:
         raise ConfigError(f"{folder} is no adapter ({adapter.CONFIG_FILE} is missing): --base is for adapters")
     read = manifest.read_folder(folder)
     from swarmd.compute.checkpoints.check import check_folder  # after what costs no import of torch
 
-    check_folder(folder, read)
+    layout = check_folder(folder, read)
     check_tokenizer(folder)
-    return read, "models"
+    return read, "models", layout
 
 
 def _check_adapter(folder: Path, read: Manifest, base: str) -> None:

@@ -8,7 +8,7 @@ cache them and give gradients back; the client keeps the only copy that counts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,11 +167,11 @@ def _empty_module(module: nn.Module, dtype: torch.dtype) -> None:
                 part._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
 
 
-def lora_of(model: Any, layers: Sequence[Any]) -> BlockTensors:
+def lora_of(model: Any, layers: Sequence[Any], block_of: Callable[[int], int] = lambda layer: layer) -> BlockTensors:
     """The LoRA matrices that PEFT put into the stubs and that are active: name to (block, tensor).
 
-    B is multiplied by PEFT's scale, so gradients flow to PEFT's own parameters. Raises ConfigError for what cannot be
-    computed by servers.
+    ``block_of``: the block that a layer is in. B is multiplied by PEFT's scale, so gradients flow to PEFT's own
+    parameters. Raises ConfigError for what cannot be computed by servers.
     """
     matrices: BlockTensors = {}
     known = set[int]()
@@ -179,18 +179,18 @@ def lora_of(model: Any, layers: Sequence[Any]) -> BlockTensors:
     first_layer = next(name for name, module in model.named_modules() if id(module) in layer_ids)
     prefix = first_layer.rpartition(".")[0]
     _require_no_base(model)
-    for block, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             if not _is_tuner(module):
                 continue
-            place = f"{prefix}.{block}.{name}"
+            place = f"{prefix}.{index}.{name}"
             pairs = _scaled_pairs(place, module, known)
             if pairs:  # several adapters at once are one of all their ranks
-                matrices[f"{place}.lora_A"] = block, torch.cat([a for a, _ in pairs])
-                matrices[f"{place}.lora_B"] = block, torch.cat([b for _, b in pairs], 1)
+                matrices[f"{place}.lora_A"] = block_of(index), torch.cat([a for a, _ in pairs])
+                matrices[f"{place}.lora_B"] = block_of(index), torch.cat([b for _, b in pairs], 1)
         for name, parameter in layer.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
-                raise ConfigError(f"{prefix}.{block}.{name} cannot be trained: of remote blocks only plain LoRA can")
+                raise ConfigError(f"{prefix}.{index}.{name} cannot be trained: of remote blocks only plain LoRA can")
     return matrices
 
 

@@ -88,6 +88,7 @@ def remote_model(
     """
     model: Any = load_client_part(folder, dtype)
     layers: list[Any] = list(skeleton.decoder_layers(model).children())
+    remote = skeleton.remote_layer_of(model)
     model.generation_config.update(**skeleton.read_generation(folder))
     client_parameters.expose(model, layers)
     _choose_head(model, head, folder)
@@ -116,12 +117,12 @@ def remote_model(
             out = call.cache.append(hidden, call.positions, call.mask, call.want)
             assert call.cache.session is not None
             arity = call.cache.session.layer_arity
-        if layers[0].returns_tuple != arity:
+        if remote.returns_tuple != arity:
             for layer in layers:
                 layer.returns_tuple = arity
         return out.to(hidden.device, hidden.dtype)
 
-    layers[0].call = through_the_swarm
+    remote.call = through_the_swarm
 
     def new_cache(max_tokens: int = limit) -> RemoteCache:
         return RemoteCache(model.config, open_session, min(max_tokens, limit), dtype)
@@ -129,7 +130,8 @@ def remote_model(
     model.new_cache = new_cache
     for name in KEPT_ON_SERVERS:  # a checkpoint may ask for them in each pass
         setattr(model.config, name, False)
-    _wrap_forward(model, call, lambda: client_parameters.lora_of(model, layers))
+    layout = skeleton.layout_of(model.config)
+    _wrap_forward(model, call, lambda: client_parameters.lora_of(model, layers, layout.block_of))
     _wrap_generate(model, layers, call, speculation or ModelSpeculation(looks_up=False), head)
     return model
 
@@ -159,6 +161,7 @@ def _wrap_forward(
     parameters = inspect.signature(type(model).forward).parameters
     takes_positions = "position_ids" in parameters
     cache_name = _cache_name(model)
+    collects = bool(skeleton.remote_layer_of(model).collected)
 
     @functools.wraps(forward)
     def forward_remotely(*args: Any, **kwargs: Any) -> Any:
@@ -179,6 +182,10 @@ def _wrap_forward(
         call.tuned = {} if isinstance(cache, RemoteCache) and cache.session is not None else lora()
         if isinstance(cache, DynamicCache) and cache.get_seq_length():
             call.n_prefix = int(cache.get_seq_length())
+            if skeleton.layout_of(model.config).first_layers:
+                raise ConfigError(
+                    "blocks of this model are of several layers, and a prefix is of one: no prefix tuning"
+                )
             call.tuned |= client_parameters.prefix_of(cache)
         elif isinstance(cache, RemoteCache):
             cache.tuned = cache.tuned or client_parameters.gather(call.tuned, 0)
@@ -205,8 +212,12 @@ def _wrap_forward(
         call.mask = mask
         logits_to_keep = kwargs.get("logits_to_keep")
         call.want = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep > 0 else None
+        if collects and call.want is not None:
+            kwargs["logits_to_keep"] = 0  # else some families leave out tokens before all layers are asked
         try:
             output = forward(*args, **kwargs)
+            if collects and call.want is not None and not isinstance(output, tuple):
+                output.logits = output.logits[:, -call.want :]
             if (call.cache is None or not wants_cache) and not isinstance(output, tuple):
                 output[cache_name] = None
             return output
@@ -286,7 +297,8 @@ def _wrap_generate(
     generate = model.generate
     cache_name = _cache_name(model)
     can_crop = all_look_back(skeleton.text_config(model.config))
-    traced = trace_model(model, layers, cache_name, isinstance(head, HeadChecks)) if can_crop else None
+    is_line = can_crop and not skeleton.remote_layer_of(model).bands
+    traced = trace_model(model, layers, cache_name, isinstance(head, HeadChecks)) if is_line else None
     swarm_head = SwarmHead(model, traced, head) if traced is not None and isinstance(head, HeadChecks) else None
     if isinstance(head, HeadChecks) and swarm_head is None:
         logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)

@@ -6,7 +6,7 @@ its session's tokens only. Equal to PEFT's results (tests/compute/cache/test_ada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,6 @@ from torch import nn
 
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.models.adapter import CONFIG_FILE, PREFIX, LoraConfig, read_settings
-from swarmd.values import Span
 
 MAX_ADAPTERS = 32  # loaded at a time; the oldest makes room
 MAX_RANK = 4_096  # of low-rank matrices: beyond it they are no longer low
@@ -43,19 +42,19 @@ class LoraUpdates:
 #
 # ``_sessions`` says who holds which tokens, for as long as ``using`` is open; a hook on each matrix reads it.
 class SpanAdapters:
-    """The adapters of one span. ``using`` says whose tokens a pass holds."""
+    """The adapters of one span. ``blocks``: the block of each of its layers. ``using`` says whose tokens it holds."""
 
     def __init__(
         self,
         model: nn.Module,
         layers: Any,
-        span: Span,
+        blocks: Mapping[nn.Module, int],
         dtype: torch.dtype,
         device: torch.device,
         on_tensor: Callable[[], None] = lambda: None,
     ) -> None:
         names = {module: name for name, module in model.named_modules()}
-        self._blocks = {f"{names[layers[block]]}.": block for block in span.blocks()}
+        self._blocks = {f"{names[layer]}.": block for layer, block in blocks.items()}
         self._all_blocks = names[layers].rstrip(".") + "."
         self._model = model
         self._dtype = dtype

@@ -22,7 +22,7 @@ from swarmd.compute.cache.cache_state import is_known, layer_state, restore_laye
 from swarmd.compute.cache.kvcache import EightBitLayer, SlabLayer
 from swarmd.compute.cache.session_cache import Tensors
 from swarmd.compute.cache.shared_prefix import KeysAndValues
-from swarmd.compute.model.skeleton import text_config
+from swarmd.compute.model.skeleton import count_layers, layout_of, text_config
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.values import Span
 
@@ -78,8 +78,8 @@ class SpanCache:
     """One session's cache. Layers outside the span are aliases of an owned one of their type, else placeholders.
 
     Masks and positions are derived from layers that may lie outside the span; without this a span that lacks
-    layer 0 would silently decode at position 0. ``rounded``: keep plain keys and values of this type in 8 bits.
-    ``crop_trouble``: why no token can be taken back, where that was found out.
+    layer 0 would silently decode at position 0. ``span``: of blocks. ``rounded``: keep plain keys and values of this
+    type in 8 bits. ``crop_trouble``: why no token can be taken back, where that was found out.
     """
 
     def __init__(
@@ -93,9 +93,13 @@ class SpanCache:
         self._crop_trouble = crop_trouble
         self.cache = DynamicCache(config=config)
         layers: list[Any] = self.cache.layers
-        n = text_config(config).num_hidden_layers
+        n_layers = count_layers(config)
+        n = max(n_layers, int(text_config(config).num_hidden_layers))
         while len(layers) < n:
             layers.append(DynamicLayer())
+        if span:  # of layers, and then of their caches
+            span = layout_of(config).layers(span, n_layers)
+            span = Span(span.start * n // n_layers, span.end * n // n_layers)
         by_type: dict[type, Any] = {}  # as the library has it: the first that is owned
         for index in range(span.start, span.end) if span else ():
             kind = type(layers[index])
@@ -122,7 +126,9 @@ class SpanCache:
             placeholder.n_tokens = n_tokens
 
     def record_past(self) -> None:
-        """Have layers that forget keep what a later crop needs."""
+        """Have layers that forget keep what a later crop needs, if there can be one."""
+        if self._crop_trouble:
+            return  # some families compute what is recorded once more
         for layer in self.owned:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()

@@ -14,28 +14,45 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import logging
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.plain_config import building
+from swarmd.compute.passes.family import MOST_ARITY, PROBE_ERRORS
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.errors import ConfigError
+from swarmd.protocol.models.configuration import layout_of
+from swarmd.protocol.models.manifest import read_config
+from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout, Sideband, write_layout
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
 
-BlockTrace = list[tuple[dict[str, Any], torch.Tensor]]
-"""Of each block: what it was given, by name, and what it gave as its hidden states."""
+
+@dataclass(frozen=True, slots=True)
+class TracedLayer:
+    """What a layer was given, by name, and what it gave: hidden states, and what comes behind them."""
+
+    inputs: dict[str, Any]
+    hidden: torch.Tensor
+    returned: tuple[Any, ...]
+
+
+Trace = list[TracedLayer]
 HEADS = re.compile(r"(heads|n_head|head_kv)$")
 """Settings that count heads: all are divided by one number."""
 WIDTHS = re.compile(
@@ -47,7 +64,7 @@ MODEL_WIDTHS = ("hidden_size", "n_embd", "d_model")
 COUNTS_OF_HEADS = ("num_attention_heads", "n_head", "n_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MOST_EXPERTS = 16  # in the small model; the largest count of experts for each token is 12, of few
-VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "ngram_vocab_size_base")
 SMALL_VOCABULARY = 512  # tokens of the small model: a table of them is small beside blocks
 N_TOKENS = 6  # of the texts that blocks are watched with
 DIVISORS = (16, 8, 4, 2, 1)  # of a head's width: the narrowest model that works is taken
@@ -61,14 +78,17 @@ TOLERANCE = 1e-3  # between blocks one by one and all of them, relative to the l
 # The experiment, for one configuration:
 #
 #     narrow it -> build a small model -> compute a text, whole          -> finite? else narrow it in another way
-#                                      -> compute it block by block, as a chain of peers would
-#                                      -> the same numbers: the family can be served
+#                                      -> compute it layer by layer, as a chain of peers would
+#                                      -> the same numbers: each layer is a block
+#                                      -> others: what are layers given beside hidden states (sidebands)?
+#                                      -> cut in two at each border, with these: where are the numbers the same?
+#                                      -> what lies between such borders is a block; block by block once more
 #
 # What fails small might work large: a family is refused only if all of ``N_TRIALS`` models that are sound as a whole
 # fail in parts, or as soon as the reason is seen (a block is given something that changes with the tokens). Where no
 # small model is sound nothing is refused: the worker that loads the real one decides.
-def rehearse(folder: Path, config: PretrainedConfig) -> None:
-    """Refuse a family whose blocks need more than peers hand on. Raises ConfigError."""
+def rehearse(folder: Path, config: PretrainedConfig) -> ModelLayout:
+    """Find out what blocks of a model are, and what travels between them. Raises ConfigError for what cannot be."""
     text = skeleton.text_config(config)
     has_own_class = type(text) in AutoModelForCausalLM._model_mapping
     failures: list[str] = []
@@ -76,21 +96,36 @@ def rehearse(folder: Path, config: PretrainedConfig) -> None:
     torch.set_num_threads(1)  # these matrices are so small that several wait for each other
     try:
         for model in itertools.islice(_small_models(text if has_own_class else config), N_TRIALS):
-            failure, is_seen = _try_apart(model)
-            if not failure:
-                return
-            failures.append(failure)
-            if is_seen:
+            tried = _try_apart(model)
+            if not tried.failure:
+                return _at_full_width(tried.layout, skeleton.text_config(model.config), text)
+            failures.append(tried.failure)
+            if tried.is_seen:
                 break
     finally:
         torch.set_num_threads(n_threads)
     if failures:
         raise ConfigError(f"{folder}: {failures[0]}: this family cannot be served")
+    return EACH_LAYER
+
+
+def _at_full_width(layout: ModelLayout, small: PretrainedConfig, full: PretrainedConfig) -> ModelLayout:
+    """Return what was found of a small model for the true one: sidebands are as wide as a setting says."""
+    settings = full.to_dict()
+    bands = []
+    for band in layout.sidebands:
+        same = [name for name, value in small.to_dict().items() if _is_count(value) and value == band.size]
+        if band.kind != "ids" and same:
+            words = set(band.name.split("_"))
+            name = max(same, key=lambda name: (len(words & set(name.split("_"))), -len(name)))
+            band = msgspec.structs.replace(band, size=settings[name])
+        bands.append(band)
+    return msgspec.structs.replace(layout, sidebands=tuple(bands))
 
 
 def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:
     """Yield models of the narrowest widths that give finite numbers, drawn anew each time."""
-    settings = config.to_dict()
+    settings = write_layout(config.to_dict(), EACH_LAYER)
     text = skeleton.text_config(config).to_dict()
     head_width = _narrowest_head(text)
     least_width = min(LEAST_WIDTH, head_width)
@@ -126,44 +161,89 @@ def _build_small(
     except ConfigError as error:
         logger.debug("%s", error)
         return None  # these widths do not fit together, or nothing can be said of the family
-    return model if all(torch.isfinite(out).all() for _, out in trace) else None
+    return model if all(torch.isfinite(layer.hidden).all() for layer in trace) else None
 
 
-def _try_apart(model: PreTrainedModel) -> tuple[str, bool]:
-    """Do what a worker does with the blocks: why that fails, "" if it does not, and whether the reason was seen."""
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What came of a small model: its layout, or why it has none, and whether the reason was seen."""
+
+    layout: ModelLayout = EACH_LAYER
+    failure: str = ""
+    is_seen: bool = False
+
+
+def _try_apart(model: PreTrainedModel) -> Rehearsal:
+    """Do what a worker does with the blocks, first of one layer each and nothing but hidden states between them."""
     family = str(model.config.model_type)
     trace = _trace_blocks(model, skeleton.decoder_layers(model), 0)
     needed = _needed_inputs(model, trace)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        first = _try_layout(model, folder, trace, EACH_LAYER)
+        if not first.failure:
+            return first
+        bands = tuple(filter(None, (_find_sideband(name, trace) for name in needed)))
+        layout = ModelLayout(sidebands=bands)
         try:
-            with building("a trial fails"):
-                _compare_blocks(Path(folder), trace)
-        except ConfigError as error:
-            if needed:
-                listed = " and ".join(needed)
-                return f"blocks of {family} need {listed}, and peers hand on hidden states only", True
-            words = str(error).replace(folder, "").removesuffix(": this family cannot be served")
-            reason = " ".join(words.removesuffix(": unsupported family").split())[:300]
-            return f"blocks of {family} cannot be computed one by one ({reason})", False
-    return "", False
+            _save(model, folder, layout)
+            layout = msgspec.structs.replace(layout, first_layers=_find_first_layers(folder, trace))
+        except (*PROBE_ERRORS, ConfigError) as error:
+            logger.debug("%s: no borders: %s", family, error)
+        second = _try_layout(model, folder, trace, layout) if layout != EACH_LAYER else first
+    if not second.failure:
+        return second
+    if _share_weights(skeleton.decoder_layers(model)):
+        return Rehearsal(
+            failure=f"layers of {family} share weights, and each server would need those of all", is_seen=True
+        )
+    if needed:
+        listed = " and ".join(needed)
+        return Rehearsal(
+            failure=f"blocks of {family} need {listed}, and peers hand on hidden states only", is_seen=True
+        )
+    return Rehearsal(failure=f"blocks of {family} cannot be computed one by one ({first.failure})")
 
 
-def _compare_blocks(folder: Path, trace: BlockTrace) -> None:
+def _try_layout(model: PreTrainedModel, folder: Path, trace: Trace, layout: ModelLayout) -> Rehearsal:
+    _save(model, folder, layout)
+    try:
+        with building("a trial fails"):
+            _compare_blocks(folder, trace)
+    except ConfigError as error:
+        words = str(error).replace(str(folder), "").removesuffix(": this family cannot be served")
+        reason = " ".join(words.removesuffix(": unsupported family").split())[:300]
+        logger.debug("%s: %s: %s", model.config.model_type, layout, reason)
+        return Rehearsal(failure=reason)
+    return Rehearsal(layout)
+
+
+def _share_weights(layers: nn.ModuleList) -> bool:
+    """Is a weight a part of several layers?"""
+    holders = Counter(id(weight) for layer in layers for weight in set(layer.parameters()))
+    return max(holders.values()) > 1
+
+
+def _save(model: PreTrainedModel, folder: Path, layout: ModelLayout) -> None:
+    """Write a small model as a checkpoint whose configuration says this layout."""
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(write_layout(config, layout)), encoding="utf-8")
+
+
+def _compare_blocks(folder: Path, trace: Trace) -> None:
     """Do a worker's own tests, and compare the blocks one by one with all of them.
 
     Raises ConfigError, or what a family raises.
     """
-    every = Span(0, len(trace))
+    every = Span(0, layout_of(read_config(folder)).n_blocks(len(trace)))
     span = LoadedSpan(folder, every, torch.float32, PLAIN)
     span.self_test()
-    hidden = trace[0][0]["hidden_states"].flatten(2)
-    expected = trace[-1][1].flatten(2)
-    positions = torch.arange(N_TOKENS).unsqueeze(0)
+    rows, positions = _entering_rows(span, trace), torch.arange(N_TOKENS).unsqueeze(0)
     for block in every.blocks():
-        hidden = span.forward(hidden, positions, hop=Span(block, block + 1))
-    largest = expected.abs().max().clamp(min=1e-9)
-    error = float((hidden - expected).abs().max() / largest)
+        rows = span.forward(rows, positions, hop=Span(block, block + 1))
+    error = _error_of(span, rows, trace)
     if not error <= TOLERANCE:
         raise ConfigError(f"one by one and all at once they differ by {error:.2g}")
     if len(every) > 1:
@@ -171,26 +251,97 @@ def _compare_blocks(folder: Path, trace: BlockTrace) -> None:
         LoadedSpan(folder, second_half, torch.float32, PLAIN).self_test()
 
 
-def _needed_inputs(model: PreTrainedModel, trace: BlockTrace) -> list[str]:
-    """Name what blocks are given that peers do not hand on.
+def _find_first_layers(folder: Path, trace: Trace) -> tuple[int, ...]:
+    """Find the layers before which the model can be cut in two; empty where it can be before any."""
+    n_layers = len(trace)
+    every = Span(0, n_layers)
+    span = LoadedSpan(folder, every, torch.float32, PLAIN)
+    entering = _entering_rows(span, trace)
+    positions = torch.arange(N_TOKENS).unsqueeze(0)
+    first_layers = [0]
+    for border in range(1, n_layers):
+        hops = Span(0, border), Span(border, n_layers)
+        try:
+            rows = _compute_in_passes(span, entering, positions, hops, (0, N_TOKENS))
+            passes = _compute_in_passes(span, entering, positions, hops, (0, N_TOKENS - 2, N_TOKENS))
+        except PROBE_ERRORS as error:
+            logger.debug("no cut before layer %d: %s", border, error)
+            continue
+        if max(_error_of(span, rows, trace), _error_of(span, passes, trace)) <= TOLERANCE:
+            first_layers.append(border)
+    return () if len(first_layers) == n_layers else tuple(first_layers)
 
-    That is what changes with the tokens, beside hidden states.
-    """
+
+def _compute_in_passes(
+    span: LoadedSpan, rows: torch.Tensor, positions: torch.Tensor, hops: Sequence[Span], bounds: Sequence[int]
+) -> torch.Tensor:
+    """Compute a text by a chain of hops, pass after pass, each hop with a cache of its own."""
+    caches = [span.new_cache(hop) for hop in hops]
+    passes = []
+    for start, end in itertools.pairwise(bounds):
+        out = rows[:, start:end]
+        for hop, cache in zip(hops, caches, strict=True):
+            out = span.forward(out, positions[:, start:end], None, cache, start, hop)
+        passes.append(out)
+    return torch.cat(passes, 1)
+
+
+def _entering_rows(span: LoadedSpan, trace: Trace) -> torch.Tensor:
+    """What a client sends of the text that was traced."""
+    bands = {
+        band.name: [layer.inputs.get(band.name) for layer in trace] if band.kind == "each" else given
+        for band in span.family.layout.sidebands
+        for given in (trace[0].inputs.get(band.name),)
+    }
+    return span.family.format.pack(trace[0].inputs["hidden_states"].flatten(2), bands)
+
+
+def _error_of(span: LoadedSpan, rows: torch.Tensor, trace: Trace) -> float:
+    """Return how far rows that leave the last block are from what the whole gave there."""
+    expected = trace[-1].hidden.flatten(2)
+    error = (span.family.format.hidden_of(rows) - expected).abs().max() / expected.abs().max().clamp(min=1e-9)
+    return float(error) if torch.isfinite(error) else math.inf
+
+
+def _find_sideband(name: str, trace: Trace) -> Sideband | None:
+    """Say how what layers are given by this name could travel; None where it cannot."""
+    given: list[Any] = [layer.inputs.get(name) for layer in trace]
+    behind = given[1:] or given
+    if not all(torch.is_tensor(value) and value.shape[:2] == (1, N_TOKENS) for value in behind):
+        return None
+    first = behind[0]
+    is_the_same = all(_is_same(value, first) for value in given)
+    if not first.is_floating_point():
+        return Sideband(name, "ids") if is_the_same and first.ndim == 2 else None
+    if not all(value.ndim == 3 and value.shape == first.shape for value in behind):
+        return None
+    size = int(first.shape[2])
+    if is_the_same:
+        return Sideband(name, "all", size)
+    for place in range(MOST_ARITY - 1):
+        returned = [layer.returned[place] if place < len(layer.returned) else None for layer in trace[:-1]]
+        if returned and all(map(_is_same, returned, behind)):
+            return Sideband(name, "next", size, place)
+    return Sideband(name, "each", size) if torch.is_tensor(given[0]) else None
+
+
+def _needed_inputs(model: PreTrainedModel, trace: Trace) -> list[str]:
+    """Name what layers are given that changes with the tokens, beside hidden states."""
     other_trace = _trace_blocks(model, skeleton.decoder_layers(model), 1)
     names: list[str] = []
-    for (inputs, _), (other_inputs, _) in zip(trace, other_trace, strict=True):
-        for name in inputs:
+    for layer, other in zip(trace, other_trace, strict=True):
+        for name in layer.inputs:
             if name == "hidden_states" or name in names:
                 continue
-            if not _is_same(inputs[name], other_inputs.get(name)):
+            if not _is_same(layer.inputs[name], other.inputs.get(name)):
                 names.append(name)
     return names
 
 
 @torch.no_grad()
-def _trace_blocks(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> BlockTrace:
-    """Compute one text, and note what each block is given and gives."""
-    trace: BlockTrace = []
+def _trace_blocks(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> Trace:
+    """Compute one text, and note what each layer is given and gives."""
+    trace: Trace = []
     layer_inputs: list[dict[str, Any]] = []
 
     def enter(
@@ -209,8 +360,8 @@ def _trace_blocks(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> B
         args: tuple[Any, ...],
         out: Any,
     ) -> None:
-        hidden = out[0] if isinstance(out, tuple) else out
-        trace.append((layer_inputs[-1], hidden.clone()))
+        hidden, *returned = out if isinstance(out, tuple) else (out,)
+        trace.append(TracedLayer(layer_inputs[-1], hidden.clone(), tuple(map(_copy_value, returned))))
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]

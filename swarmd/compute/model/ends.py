@@ -64,7 +64,8 @@ class Ends:
             choose_kernel(self._model)
         layers: Any = skeleton.decoder_layers(self._model)
         self._layers = list(layers.children())
-        layers[0].call = self._at_block_0
+        self._remote = skeleton.remote_layer_of(self._model)
+        self._remote.call = self._at_block_0
         self._swarm_output: torch.Tensor | None = None
         settings = skeleton.text_config(self._model.config)
         self.family = str(self._model.config.model_type)
@@ -139,8 +140,9 @@ class Ends:
         self._swarm_output = hidden.unsqueeze(1)
         donor = self._swarm_output[..., : self.width]  # of its shape
         zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long, device=hidden.device)
+        entering = {"input_ids": zeros} if self._remote.bands else {"inputs_embeds": donor}
         try:
-            return model(inputs_embeds=donor, position_ids=zeros, use_cache=False)
+            return model(**entering, position_ids=zeros, use_cache=False)
         finally:
             self._swarm_output = None
 

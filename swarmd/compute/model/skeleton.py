@@ -7,6 +7,7 @@ everything else that owns parameters. tests/real/test_families.py proves five of
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -32,9 +33,11 @@ from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.layers import quantise_layer, replace_layers
 from swarmd.compute.linear.quantize import library_config
 from swarmd.compute.model.plain_config import building, read_config
+from swarmd.compute.model.rows import RowFormat, argument_of
 from swarmd.errors import ConfigError
 from swarmd.plan.chains.memory import WORKSPACE_BYTES, loaded_bits, tensor_bytes
 from swarmd.protocol.models import manifest, shards
+from swarmd.protocol.models.model_layout import KEY, ModelLayout, read_layout
 from swarmd.values import Span
 
 GENERATION_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -104,18 +107,59 @@ class Stub(nn.Module):
 
 
 class RemoteLayer(Stub):
-    """The client's layer 0: hands the embedded tokens to the swarm and returns what the last block gave.
+    """The client's layer that hands the embedded tokens to the swarm and returns what the last block gave.
 
-    Of families with several streams of hidden states these travel side by side: [b, t, s, d] as [b, t, s * d].
+    Of families with several streams of hidden states these travel side by side: [b, t, s, d] as [b, t, s * d]. What
+    layers take beside them travels with them (``rows``).
     """
 
     call: Callable[[torch.Tensor], torch.Tensor]
 
+    def __init__(self, original: nn.Module, config: PretrainedConfig | None = None) -> None:
+        super().__init__(original)
+        self.bands = layout_of(config).sidebands if config is not None else ()
+        self._config = config
+        self._names = argument_names(original)
+        self.collected: dict[str, list[Any]] = {band.name: [] for band in self.bands if band.kind == "each"}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the swarm computes of the hidden states that come in."""
         hidden = hidden_states_of(args, kwargs)
-        out = self.call(hidden.flatten(2))
+        rows = hidden.flatten(2)
+        if self.bands:
+            self.collect(args, kwargs)
+            given = {band.name: argument_of(self._names, args, kwargs, band.name) for band in self.bands}
+            rows = row_format(self._config, rows.shape[2]).pack(rows, given | self.collected)
+            self.forget()
+        out = self.call(rows)[..., : hidden.shape[2:].numel()]
         return self.wrap(out.reshape(*out.shape[:2], *hidden.shape[2:]))
+
+    def collect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what one layer is given."""
+        for name, values in self.collected.items():
+            values.append(argument_of(self._names, args, kwargs, name))
+
+    def forget(self) -> None:
+        """Let go of what layers were given: the next pass begins."""
+        for values in self.collected.values():
+            values.clear()
+
+
+class CollectingLayer(Stub):
+    """A client's layer before the ``RemoteLayer`` of a family whose layers are each given something of their own."""
+
+    def __init__(self, original: nn.Module, remote: RemoteLayer, is_first: bool) -> None:
+        super().__init__(original)
+        self.__dict__["_remote"] = remote
+        self._is_first = is_first
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states that come in."""
+        remote: RemoteLayer = self.__dict__["_remote"]
+        if self._is_first:
+            remote.forget()  # a pass may have ended half-way
+        remote.collect(args, kwargs)
+        return super().forward(*args, **kwargs)
 
 
 class RemoteLayers(nn.ModuleList):
@@ -135,11 +179,13 @@ class PassThrough(Stub):
     """Stands in for an embedding, norm or head on a server: what it gives is thrown away, only shapes matter."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return hidden states as they are, and for anything else one number."""
-        value = args[0] if args else next(iter(kwargs.values()))
-        if torch.is_tensor(value) and value.is_floating_point() and value.ndim == 3:
-            return value
-        return torch.zeros(1, 1, 1, device=value.device)
+        """Return hidden states as they are or as wide as it makes them, and for anything else one number."""
+        value = next(filter(torch.is_tensor, (*args, *kwargs.values())), None)
+        if value is None or not value.is_floating_point() or value.ndim < 3:
+            return torch.zeros(1, 1, 1, device=None if value is None else value.device)
+        if isinstance(self.original, nn.Linear) and self.original.out_features != value.shape[-1]:
+            return value.new_zeros(*value.shape[:-1], self.original.out_features)
+        return value
 
 
 class OtherTower(Stub):
@@ -182,18 +228,52 @@ def is_composite(config: PretrainedConfig) -> bool:
     return text_config(config) is not config
 
 
+def layout_of(config: PretrainedConfig) -> ModelLayout:
+    """Return how the layers of a model become blocks. Raises IntegrityError."""
+    return read_layout({KEY: getattr(config, KEY, None)}, count_layers(config))
+
+
+def row_format(config: PretrainedConfig, hidden: int) -> RowFormat:
+    """Return what travels of a token that has so many numbers of hidden states."""
+    return RowFormat(layout_of(config), hidden, count_layers(config), int(text_config(config).vocab_size))
+
+
+def argument_names(layer: nn.Module) -> list[str]:
+    """Return the names of the arguments of a layer's forward, in their order."""
+    return list(inspect.signature(type(layer).forward).parameters)[1:]
+
+
+def remote_layer_of(model: PreTrainedModel) -> RemoteLayer:
+    """Return the layer of a client's part that hands tokens to the swarm."""
+    return next(layer for layer in decoder_layers(model).children() if isinstance(layer, RemoteLayer))
+
+
 def longest_context(config: PretrainedConfig) -> int:
     """Return how many tokens a session of a model may have."""
     n_positions = getattr(text_config(config), "max_position_embeddings", None)
     return int(n_positions or FALLBACK_MAX_TOKENS)
 
 
+def count_layers(config: PretrainedConfig) -> int:
+    """Return how many layers a decoder has; each may have several caches (LongCat's have two attentions)."""
+    text = text_config(config)
+    is_derived = isinstance(vars(type(text)).get("num_hidden_layers"), property)
+    n_layers = getattr(text, "num_layers", None) if is_derived else None
+    return int(n_layers or text.num_hidden_layers)
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return the decoder of texts."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # ModernBERT calls its head so
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Find the decoder's own list of layers: the shallowest ModuleList of the configured length."""
-    n = text_config(model.config).num_hidden_layers
+    n = count_layers(model.config)
     candidates = [
         (name.count("."), module)
-        for name, module in model.get_decoder().named_modules()
+        for name, module in decoder_of(model).named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == n
     ]
     if not candidates:
@@ -214,24 +294,22 @@ def family_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrainedModel]:
-    """Derive the family's class with only ``span``'s layers; None is the client's: everything but the layers."""
+    """Derive the family's class with only these layers; None is the client's: everything but the layers."""
     base = family_class(config)
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         layers = decoder_layers(self)
-        for index, layer in enumerate(list(layers)):
-            if span is None and index == 0:
-                layers[index] = RemoteLayer(layer)
-            elif span is None or not span.start <= index < span.end:
-                layers[index] = Stub(layer)
-        if span is not None:
-            _hollow_out(self, layers)
-            self.all_tied_weights_keys = {}
-        else:
-            layers.__class__ = RemoteLayers
+        if span is None:
+            _put_remote_layer(layers, config)
             if is_composite(config):
-                _remove_towers(self, {self.get_decoder(), self.get_output_embeddings()})
+                _remove_towers(self, {decoder_of(self), self.get_output_embeddings()})
+            return
+        for index, layer in enumerate(list(layers)):
+            if not span.start <= index < span.end:
+                layers[index] = Stub(layer)
+        _hollow_out(self, layers)
+        self.all_tied_weights_keys = {}
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__init__": __init__}
     return type(base.__name__, (base,), names)
@@ -408,6 +486,20 @@ def weight_map(folder: Path) -> dict[str, str]:
     return files
 
 
+def _put_remote_layer(layers: nn.ModuleList, config: PretrainedConfig) -> None:
+    """Replace all layers of a client's model."""
+    originals = list(layers)
+    if any(band.kind == "each" for band in layout_of(config).sidebands):
+        remote = RemoteLayer(originals[-1], config)
+        stubs = [CollectingLayer(layer, remote, index == 0) for index, layer in enumerate(originals[:-1])]
+        substitutes = [*stubs, remote]
+    else:
+        substitutes = [RemoteLayer(originals[0], config), *map(Stub, originals[1:])]
+        layers.__class__ = RemoteLayers
+    for index, substitute in enumerate(substitutes):
+        layers[index] = substitute
+
+
 def _remove_towers(module: nn.Module, kept: set[nn.Module | None]) -> None:
     """Replace what owns parameters and is neither kept nor around it; parameters beside what is kept are not read."""
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -427,7 +519,7 @@ def _hollow_out(module: nn.Module, layers: nn.ModuleList) -> None:
     for name, child in list(module.named_children()):
         if child is layers:
             continue
-        if any(m is layers for m in child.modules()):
+        if isinstance(child, nn.ModuleList) or any(m is layers for m in child.modules()):
             _hollow_out(child, layers)
         elif next(child.parameters(), None) is not None:
             setattr(module, name, PassThrough(child))

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.rows import replace_argument
 from swarmd.errors import ConfigError
 from swarmd.values import Span
 
@@ -83,21 +84,25 @@ class FamilyForward:
         self.span = span
         self.dtype = dtype
         self.device = device
+        self.layout = skeleton.layout_of(self.config)
+        self.n_layers = skeleton.count_layers(self.config)
         self.embedding_size = int(skeleton.text_config(self.config).hidden_size)
         self.layer_arity = 0  # how many values a block of this family returns; 0 is a bare tensor
         self.can_append_chunks = True  # may a session that has tokens get several more in one pass?
         self._on_block = on_block
-        self._decoder = model.get_decoder()
+        self._decoder = skeleton.decoder_of(model)
         self._layers = skeleton.decoder_layers(model)
         self._arguments = accepted_arguments(self._decoder.forward)
-        self._hop = span
+        self._hop = self.layers_of(span)
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
         self._extra_outputs: tuple[Any, ...] = ()  # what the hop's last block returned beside hidden states
-        for block in span.blocks():
-            layer = self._layers[block]
-            layer.forward = self._gate(block, layer.forward)
-        self.hidden_size = self._find_width()  # of a token's hidden states, in all their streams
+        for index in self._hop.blocks():
+            layer = self._layers[index]
+            layer.forward = self._gate(index, layer.forward, skeleton.argument_names(layer))
+        self.format = skeleton.row_format(self.config, self.embedding_size)
+        self.format = skeleton.row_format(self.config, self._find_width())
+        self.hidden_size = self.format.width  # of all that travels of a token
         self._find_arity()
 
     @property
@@ -105,8 +110,14 @@ class FamilyForward:
         """Hops of one block of each kind: a test of it holds for all blocks that are made alike."""
         first_of_kind: dict[object, Span] = {}
         for block in self.span.blocks():
-            first_of_kind.setdefault(kind_of(self._layers[block]), Span(block, block + 1))
+            hop = Span(block, block + 1)
+            kinds = tuple(kind_of(self._layers[index]) for index in self.layers_of(hop).blocks())
+            first_of_kind.setdefault(kinds, hop)
         return list(first_of_kind.values())
+
+    def layers_of(self, hop: Span) -> Span:
+        """The layers of some blocks."""
+        return self.layout.layers(hop, self.n_layers)
 
     def compute(
         self,
@@ -138,8 +149,9 @@ class FamilyForward:
     ) -> torch.Tensor:
         """Run the family's own forward; ``embedded`` is what it takes for the embedding, and must not matter."""
         self._input = inputs.hidden
-        self._hop = hop
+        self._hop = self.layers_of(hop)
         arguments = {
+            **self._unused_bands(*inputs.hidden.shape[:2]),
             "inputs_embeds": (inputs.hidden if embedded is None else embedded)[..., : self.embedding_size],
             "attention_mask": inputs.mask,
             "position_ids": inputs.positions,
@@ -157,7 +169,7 @@ class FamilyForward:
 
     def run_after_another_block(self, inputs: PassInputs) -> torch.Tensor:
         """Compute the only block, and have the one before it hand on other numbers than None beside hidden states."""
-        previous_block: Any = self._layers[self.span.start - 1]
+        previous_block: Any = self._layers[self.layers_of(self.span).start - 1]
         previous_block.beside = tuple(
             torch.randn_like(value) if torch.is_tensor(value) and value.is_floating_point() else value
             for value in self._extra_outputs
@@ -172,35 +184,48 @@ class FamilyForward:
         return hidden, torch.arange(n_tokens, device=self.device).unsqueeze(0)
 
     def random_hidden(self, b: int, t: int, rng: torch.Generator) -> torch.Tensor:
-        """Make hidden states [b, t, d], the same for equal generators."""
-        hidden = torch.randn(b, t, self.hidden_size, generator=rng)
-        return hidden.to(self.dtype).to(self.device)
+        """Make hidden states [b, t, d], with sidebands, the same for equal generators."""
+        rows = self.format.fill_ids(torch.randn(b, t, self.hidden_size, generator=rng), rng)
+        return rows.to(self.dtype).to(self.device)
 
-    def _gate(
-        self,
-        block: int,
-        forward: Callable[..., Any],
-    ) -> Callable[..., Any]:
-        """Wrap a block's forward: it takes the hop's input where the hop begins, and keeps its output at the end."""
+    def _gate(self, index: int, forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+        """Wrap a layer's forward: it takes the hop's input where the hop begins, and keeps its output at the end."""
 
         def gated(*args: Any, **kwargs: Any) -> Any:
-            if not self._hop.start <= block < self._hop.end:
+            if not self._hop.start <= index < self._hop.end:
                 return self._pass_on(skeleton.hidden_states_of(args, kwargs))
-            if block == self._hop.start:
-                assert self._input is not None
+            rows = self._input
+            assert rows is not None
+            if index == self._hop.start:
                 streams = skeleton.hidden_states_of(args, kwargs).shape[2:]
-                entering = self._input.reshape(*self._input.shape[:2], *streams)
+                entering = self.format.hidden_of(rows).reshape(*rows.shape[:2], *streams)
                 args = (entering, *args[1:]) if args else args
                 kwargs = kwargs if args else {**kwargs, "hidden_states": entering}
+            for band in self.layout.sidebands:
+                if band.kind != "next" or 0 < index == self._hop.start:
+                    value = self.format.band_of(rows, band, index)
+                    args, kwargs = replace_argument(names, args, kwargs, band.name, value)
             out = forward(*args, **kwargs)
-            if block == self._hop.end - 1:
-                self._output = (out[0] if isinstance(out, tuple) else out).flatten(2)
+            if index == self._hop.end - 1:
                 self._extra_outputs = out[1:] if isinstance(out, tuple) else ()
+                hidden = (out[0] if isinstance(out, tuple) else out).flatten(2)
+                self._output = self.format.pass_on(rows, hidden, self._extra_outputs)
             self.layer_arity = len(out) if isinstance(out, tuple) else 0
             self._on_block()
             return out
 
         return gated
+
+    def _unused_bands(self, b: int, t: int) -> dict[str, torch.Tensor]:
+        """Give the decoder zeros for sidebands that it makes itself otherwise: its layers are given the true ones."""
+        zeros: dict[str, torch.Tensor] = {}
+        for band in self.layout.sidebands:
+            name = band.name if band.name in self._arguments else f"{band.name}s"
+            of_layers = (self.n_layers,) if band.kind == "each" else ()
+            shape = (b, t) if band.kind == "ids" else (b, t, *of_layers, band.size)
+            dtype = torch.long if band.kind == "ids" else self.dtype
+            zeros[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return {name: value for name, value in zeros.items() if name != "input_ids"}  # never beside inputs_embeds
 
     def _pass_on(self, hidden: torch.Tensor) -> Any:
         return (hidden, *(None,) * (self.layer_arity - 1)) if self.layer_arity else hidden
@@ -214,7 +239,7 @@ class FamilyForward:
             widths.append(math.prod(skeleton.hidden_states_of(args, kwargs).shape[2:]))
             raise _LayerReached
 
-        self.hidden_size = self.embedding_size
+        self.hidden_size = self.format.width
         hook = self._layers[0].register_forward_pre_hook(enter, with_kwargs=True)
         try:
             self.run(PassInputs(*self.example(2)), self.span)

@@ -19,6 +19,7 @@ from swarmd.compute.passes.backend import RaggedBackend
 from swarmd.compute.passes.family import PROBE_ERRORS, FamilyForward, PassInputs
 from swarmd.compute.passes.ragged import RaggedAttention, can_batch
 from swarmd.errors import ConfigError
+from swarmd.protocol.models.model_layout import EACH_LAYER
 from swarmd.values import Decision, Span
 
 ONE_BY_ONE_TOLERANCE = 1e-5  # on CPUs the same kernels compute the same numbers
@@ -82,18 +83,29 @@ class SelfTest:
 
     def _cropped_error(self, hop: Span) -> float:
         """Return how far a token is from what it gives without one before it that was taken back; 0 where none can."""
-        hidden, positions = self._probe()
-        plain, cropped = self._new_cache(hop), self._new_cache(hop)
-        for cache, end in ((plain, 5), (cropped, 6)):
-            self.family.compute(hidden[:, :3], positions[:, :3], None, cache, 0, hop)
-            cache.record_past()
-            self.family.compute(hidden[:, 3:end], positions[:, 3:end], None, cache, 3, hop)
+        plain, cropped = self._recorded_cache(hop, 5), self._recorded_cache(hop, 6)
         if cropped.refuses_crop(1):
             return 0.0
         cropped.crop(1)
-        last = -hidden[:, 5:], positions[:, 5:]
+        hidden, positions = self._probe(1)
+        last = hidden[:, 5:], positions[:, 5:]
         expected, out = (self.family.compute(*last, None, cache, 5, hop) for cache in (plain, cropped))
         return _largest_error(out, expected)
+
+    def _recorded_cache(self, hop: Span, n_tokens: int) -> SpanCache:
+        """Make a cache with some tokens, of which those behind the third are recorded to be taken back."""
+        hidden, positions = self._probe()
+        cache = self._new_cache(hop)
+        self.family.compute(hidden[:, :3], positions[:, :3], None, cache, 0, hop)
+        cache.record_past()
+        self.family.compute(hidden[:, 3:n_tokens], positions[:, 3:n_tokens], None, cache, 3, hop)
+        return cache
+
+    @torch.inference_mode()
+    def find_crop_refusal(self) -> str:
+        """Say why caches refuse to take back a token that was recorded for it; empty if none does."""
+        reasons = (self._recorded_cache(hop, 6).refuses_crop(1) for hop in self.family.kinds)
+        return next(filter(None, reasons), "")
 
     def _forgets_states(self, hidden: torch.Tensor, positions: torch.Tensor, hop: Span) -> bool:
         """Does it not matter which states a session has, when several tokens follow? Some families begin anew."""
@@ -121,11 +133,12 @@ class SelfTest:
         """
         cache = self._new_cache(hop)
         other_session = self._new_cache(hop)
+        other_hidden, _ = self._probe(1)
         outs = []
         for start, end in ((0, 3), (3, 5), (5, 6)):
             tokens = slice(start, end)
             outs.append(self.family.compute(hidden[:, tokens], positions[:, tokens], None, cache, start, hop))
-            self.family.compute(-hidden[:, tokens], positions[:, tokens], None, other_session, start, hop)
+            self.family.compute(other_hidden[:, tokens], positions[:, tokens], None, other_session, start, hop)
         return _largest_error(torch.cat(outs, 1), expected)
 
     @torch.inference_mode()
@@ -161,6 +174,8 @@ class SelfTest:
     def find_batching(self, on_layer: Callable[[], None]) -> Decision[RaggedAttention | None]:
         """Let sessions be computed together if that gives what they give alone; the reason says why (not)."""
         config = self.family.config
+        if self.family.layout != EACH_LAYER:
+            return Decision(None, "one session at a time: this family's blocks are not of one layer and hidden states")
         if not can_batch(self._new_cache(self.family.span), config):
             why = "one session at a time: this family's layers keep more than plain keys and values"
             return Decision(None, why)
@@ -198,9 +213,9 @@ class SelfTest:
         errors = [_largest_error(out, alone) for out, alone in zip(outs, expected, strict=True)]
         return max(error if error == error else math.inf for error in errors)
 
-    def _probe(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _probe(self, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Make random hidden states [1, 6, d] and their positions."""
-        rng = torch.Generator().manual_seed(0)
+        rng = torch.Generator().manual_seed(seed)
         hidden = self.family.random_hidden(1, 6, rng)
         return hidden, torch.arange(6, device=hidden.device).unsqueeze(0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ from swarmd.compute.passes.layer_kernels import KernelChoice, LayerKernels
 from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.self_test import SelfTest
 from swarmd.errors import ConfigError
+from swarmd.protocol.models.configuration import count_layers, layout_of
+from swarmd.protocol.models.manifest import read_config
 from swarmd.values import Decision, Span
 
 SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -80,12 +83,20 @@ class LoadedSpan:
         self.on_block = on_block
         if self.device.type == "cuda":
             prepare(self.device, options.cache_folder)
-        self.model = skeleton.load(folder, span, dtype, options.quantize, options.device, on_part)
-        self.n_layers = int(skeleton.text_config(self.model.config).num_hidden_layers)
+        written = read_config(folder)
+        layout = layout_of(written)
+        n_layers = count_layers(written)
+        self.n_blocks = layout.n_blocks(n_layers)  # of the whole model
+        here = layout.layers(span, n_layers)
+        self.model = skeleton.load(folder, here, dtype, options.quantize, options.device, on_part)
         layers = skeleton.decoder_layers(self.model)
-        self.blocks = [layers[block] for block in span.blocks()]
-        self.adapters = SpanAdapters(self.model, layers, span, dtype, self.device, on_block)
-        self.sample = first_blocks(span, [sum(p.nbytes for p in block.parameters()) for block in self.blocks])
+        self.blocks = [layers[index] for index in here.blocks()]
+        blocks = {layers[index]: layout.block_of(index) for index in here.blocks()}
+        self.adapters = SpanAdapters(self.model, layers, blocks, dtype, self.device, on_block)
+        block_bytes = Counter[int]()
+        for layer, block in blocks.items():
+            block_bytes[block] += sum(p.nbytes for p in layer.parameters())
+        self.sample = first_blocks(span, [block_bytes[block] for block in span.blocks()])
         shapes = [tuple(p.shape) for p in self.blocks[0].parameters()]
         family_name = type(self.model.config).__name__
         self.timing_key = (shapes, family_name, str(dtype), options.quantize, options.kv_cache)
@@ -173,6 +184,10 @@ class LoadedSpan:
         with self.adapters.using([(hidden.shape[0] * hidden.shape[1], lora)]):
             return self.family.run(inputs, hop or self.span)
 
+    def refuses_rows(self, rows: torch.Tensor) -> str:
+        """Say what is wrong with what a peer sent of some tokens [b, t, d]; empty if nothing is."""
+        return self.family.format.refuses(rows)
+
     def table(self, hop: Span) -> BackendTable:
         """Return the backends of a hop."""
         table = self._tables.get(hop)
@@ -214,6 +229,7 @@ class LoadedSpan:
         if self._crop_trouble and all_look_back(skeleton.text_config(self.model.config)):  # so clients believe
             family = type(self.model.config).__name__
             raise ConfigError(f"{family}: {self._crop_trouble}, and its clients try tokens ahead: unsupported family")
+        self._crop_trouble = self._crop_trouble or test.find_crop_refusal()
         batching = test.find_batching(self.on_block)
         self.ragged = batching.action
         self.batching = batching.reason

@@ -231,6 +231,8 @@ def _check_prefixes(
     if counts or not 1 <= n <= MAX_PREFIX_TOKENS:
         raise ConfigError(f"a prefix has the same number of tokens, at most {MAX_PREFIX_TOKENS}, in all blocks")
     layers = span.example_cache(hop).owned
+    if len(layers) != len(hop):
+        raise ConfigError("this family's blocks keep the keys and values of several layers: no prefixes")
     for block, layer in zip(hop.blocks(), layers, strict=True):
         for name in ("keys", "values"):
             example = getattr(layer, name, None)

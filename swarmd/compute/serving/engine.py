@@ -51,7 +51,7 @@ class Engine(Protocol):
         """The blocks that are here; a hop is any part of them."""
 
     @property
-    def n_layers(self) -> int:
+    def n_blocks(self) -> int:
         """Blocks of the whole model."""
 
     @property
@@ -90,6 +90,9 @@ class Engine(Protocol):
 
     def example_cache(self, hop: Span, n_tokens: int = 1) -> SessionCache:
         """Make a cache with some tokens in it, to compare with what other workers hand over."""
+
+    def refuses_rows(self, rows: torch.Tensor) -> str:
+        """Say what is wrong with what a peer sent of some tokens [b, t, d]; empty if nothing is."""
 
     def run(self, pieces: Sequence[SessionTokens], hop: Span) -> list[torch.Tensor]:
         """Compute the new tokens of some sessions; returns [b, t, d] for each. Raises one of PASS_ERRORS.

@@ -246,7 +246,7 @@ class Training:
             yield []
         if is_kept:
             batch.is_whole = wants_graph
-        is_last = lane.hop.end == self._span.n_layers
+        is_last = lane.hop.end == self._span.n_blocks
         yield list(_output_frames(message, lane, batch, hidden, is_last))
 
     def _run_backward(self, lane: _Lane, collected: CollectedParts) -> Steps:

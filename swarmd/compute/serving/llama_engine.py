@@ -74,12 +74,12 @@ class LlamaEngine:
         self,
         loaded: Mapping[int, LoadedBlock],
         size: ContextSize,
-        n_layers: int,
+        n_blocks: int,
         dtype: torch.dtype,
         backend: Device,
     ) -> None:
         self.span = Span(min(loaded), max(loaded) + 1)
-        self.n_layers = n_layers
+        self.n_blocks = n_blocks
         self.hidden_size = loaded[self.span.start].model.width
         self.dtype = dtype
         self.on_block: Callable[[], None] = lambda: None
@@ -92,6 +92,9 @@ class LlamaEngine:
 
     def can_interleave(self, n_tokens: int, hop: Span, cache: Any) -> bool:
         return n_tokens <= INTERLEAVED_TOKENS
+
+    def refuses_rows(self, rows: torch.Tensor) -> str:
+        return ""  # they are hidden states, and nothing else
 
     def new_cache(self, hop: Span, max_tokens: int, is_exact: bool = False) -> SequenceCache:
         open_pool = partial(self._open_private, hop, max_tokens) if is_exact else lambda n_rows: self._pool

@@ -129,6 +129,8 @@ class MicroBatchReader:
             hidden = changes.take(message.rows, hidden)
             if not torch.isfinite(hidden).all():
                 raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} comes to values that are not finite")
+        if why := self._span.refuses_rows(hidden):
+            raise Refused(Code.BAD_SHAPE, f"micro-batch {message.seq}: {why}")
         device = self._span.device
         mask = None if mask is None else mask.to(device)
         return KeptBatch(hidden.to(device), positions.to(device), mask, tuned)

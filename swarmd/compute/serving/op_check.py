@@ -63,6 +63,8 @@ def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Input
     hidden, positions, mask = unpack_untrusted(op.tensor, payload)
     if not torch.isfinite(hidden).all():
         raise Refused(Code.NOT_FINITE, f"op {op.seq} holds values that are not finite")
+    if why := state.engine.refuses_rows(hidden):
+        raise Refused(Code.BAD_SHAPE, f"op {op.seq}: {why}")
     if positions.min() < 0 or positions.max() > state.max_tokens:
         raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {state.max_tokens}")
     order = order_after(op.edits, state.n_rows)

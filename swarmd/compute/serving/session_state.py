@@ -43,7 +43,7 @@ class SessionState:
     @property
     def is_last_hop(self) -> bool:
         """Does it end the model?"""
-        return self.hop.end == self.engine.n_layers
+        return self.hop.end == self.engine.n_blocks
 
     def apply_edits(self, edits: tuple[Edit, ...]) -> None:
         """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""

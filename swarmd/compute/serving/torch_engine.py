@@ -81,7 +81,7 @@ def load_torch_engine(
 
 def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:
     """Load norm and head, where the span ends the model. Raises ConfigError."""
-    if span.span.end < span.n_layers:
+    if span.span.end < span.n_blocks:
         return None
     return LogitsHead(
         Path(request.path),
@@ -99,6 +99,7 @@ def describe(span: LoadedSpan, model: str, speed: Measured) -> Loaded:
         device_memory_bytes=memory_bytes,
         numerics=numerics(span, model),
         hidden=span.hidden_size,
+        digits=span.family.format.n_digits,
         layer_arity=span.layer_arity,
         cache_bytes_per_token=cache_bytes_per_token(span),
         batching=span.batching[:MOST_TEXT],

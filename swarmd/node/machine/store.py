@@ -16,6 +16,7 @@ from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.links.traffic import MBIT
+from swarmd.protocol.models.manifest import layout_of
 from swarmd.protocol.wire.messages import WantChunks, WantManifest
 from swarmd.status import DownloadRow, HereStatus
 from swarmd.usage_ledger import Count, UsageKind
@@ -122,6 +123,11 @@ class Store:
         if self._in_use().get(model) or model in self._pulling:
             raise ConfigError("this daemon serves or fetches it: swarmd drain first, or serve another model")
         return self.library.remove(model)
+
+    def describe_layout(self, model: ModelId) -> str:
+        """Say what is unusual about a model's blocks; empty where nothing is, or its manifest is not here."""
+        folder = self.library.folders.get(model)
+        return layout_of(folder.manifest).describe() if folder else ""
 
     def here(self, model: ModelId) -> HereStatus:
         """What this machine has of a model, and how the last attempt to fetch more ended."""

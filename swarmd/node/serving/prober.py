@@ -229,6 +229,7 @@ class Prober:
         seed = self._services.rng.getrandbits(63)
         shape = (1, N_TOKENS, hidden_size)
         values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+        values[..., hidden_size - server.recompute.n_digits :] = 0.0  # the first token of the vocabulary
         entered = round_to_dtype(values, target.dtype)
         own_output = await server.recompute.compute(span, entered)
         with trio.move_on_after(PROBE_TIMEOUT_S):

@@ -29,8 +29,13 @@ class Recompute:
 
     @property
     def hidden_size(self) -> int:
-        """0 while no worker is loaded."""
+        """How many numbers travel of a token; 0 while no worker is loaded."""
         return self._worker.loaded.hidden if self._worker.loaded else 0
+
+    @property
+    def n_digits(self) -> int:
+        """How many of the last of these numbers are digits of a token's id."""
+        return self._worker.loaded.digits if self._worker.loaded else 0
 
     async def compute(self, span: Span, hidden: Floats) -> Floats:
         """What these blocks make of [b, t, d]. Raises WorkerLost, Refused, PeerTimeout."""

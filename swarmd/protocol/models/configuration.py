@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swarmd.errors import IntegrityError
+from swarmd.protocol.models.model_layout import ModelLayout, read_layout
 
 ADAPTER = "swarmd-adapter"
 """The ``model_type`` of an adapter's configuration; peft's own is its ``adapter``."""
@@ -71,6 +72,16 @@ def count_blocks(config: Mapping[str, Any]) -> int:
     """How many blocks a configuration has. Raises IntegrityError when it does not say."""
     if config.get("model_type") in (ADAPTER, STATE):
         return 0
+    return layout_of(config).n_blocks(count_layers(config))
+
+
+def layout_of(config: Mapping[str, Any]) -> ModelLayout:
+    """How its layers become blocks. Raises IntegrityError."""
+    return read_layout(config, count_layers(config))
+
+
+def count_layers(config: Mapping[str, Any]) -> int:
+    """How many layers a configuration has. Raises IntegrityError when it does not say."""
     nested = config.get("text_config")
     section: Mapping[str, Any] = nested if isinstance(nested, dict) else config
     for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):

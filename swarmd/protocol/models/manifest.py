@@ -20,6 +20,7 @@ import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.models import configuration, shards
+from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout, write_layout
 from swarmd.protocol.untrusted import decode
 from swarmd.text_files import decode_text
 from swarmd.values import ModelId
@@ -87,6 +88,18 @@ class Manifest(msgspec.Struct, frozen=True):
     def entries(self) -> tuple[Entry, ...]:
         """Files, then tensors: what an index in a request counts."""
         return (*self.files, *self.tensors)
+
+
+def lay_out(manifest: Manifest, layout: ModelLayout) -> Manifest:
+    """Return the manifest of the same bytes, with a configuration that says this layout. Raises IntegrityError."""
+    config = write_layout(json.loads(manifest.config), layout)
+    n_blocks = configuration.count_blocks(config)
+    return msgspec.structs.replace(manifest, config=canonical_json(config), n_blocks=n_blocks)
+
+
+def layout_of(manifest: Manifest) -> ModelLayout:
+    """How the layers of a checked manifest's model become blocks."""
+    return configuration.layout_of(json.loads(manifest.config)) if manifest.n_blocks else EACH_LAYER
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -269,10 +282,10 @@ def check(manifest: Manifest) -> None:
 def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
     """The group of each entry: its block, or ``n_blocks`` for the *head*: files and what is around the blocks.
 
-    The blocks are the numbered list of names (``model.layers.7.…``) that counts up to the number of blocks and holds
-    the most bytes; ``compute.checkpoints.check`` asks the library whether that is so. None: nobody needs them. Such are
-    numbered beyond the blocks, as layers that predict several tokens are, or read pictures or sound. Raises
-    IntegrityError when there is no such list.
+    The layers are the numbered list of names (``model.layers.7.…``) that counts up to their number and holds the most
+    bytes, and the layout says which are one block; ``compute.checkpoints.check`` asks the library whether that is so.
+    None: nobody needs them. Such are numbered beyond the blocks, as layers that predict several tokens are, or read
+    pictures or sound. Raises IntegrityError when there is no such list.
     """
     numbers_by_prefix: defaultdict[str, set[int]] = defaultdict(set)
     n_bytes: Counter[str] = Counter()
@@ -285,15 +298,18 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
                 n_bytes[prefix] += tensor.n_bytes
     if not manifest.n_blocks:
         return (0,) * len(manifest.entries)
-    block_numbers = set(range(manifest.n_blocks))
+    config = msgspec.json.decode(manifest.config)
+    layout = configuration.layout_of(config)
+    n_layers = configuration.count_layers(config)
+    block_numbers = set(range(n_layers))
     lists = [prefix for prefix, numbers in numbers_by_prefix.items() if block_numbers <= numbers]
     if not lists:
-        raise IntegrityError(f"no names of tensors count the {manifest.n_blocks} blocks")
+        raise IntegrityError(f"no names of tensors count the {n_layers} layers")
     best = max(lists, key=lambda prefix: (n_bytes[prefix], -len(prefix)))
 
     # In a composite (``model.language_model.layers.7.…``, ``model.visual.…``, ``lm_head.weight``) what has a row for
     # each token is the decoder's, and so is all that stands where both an embedding and the blocks do.
-    vocabulary = configuration.read_vocabulary(msgspec.json.decode(manifest.config))
+    vocabulary = configuration.read_vocabulary(config)
     rows = {tensor.name for tensor in manifest.tensors if vocabulary and tensor.shape[:1] == (vocabulary,)}
     places = [best[: at + 1] for at in range(len(best)) if best[at] == "."]
     decoder = max((place for place in places if any(name.startswith(place) for name in rows)), key=len, default="")
@@ -301,7 +317,7 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
     def group(name: str) -> int | None:
         number = name[len(best) :].split(".")[0] if name.startswith(best) else ""
         if number.isdecimal():
-            return int(number) if int(number) < manifest.n_blocks else None
+            return layout.block_of(int(number)) if int(number) < n_layers else None
         return manifest.n_blocks if name in rows or name.startswith(decoder) else None
 
     of_files = [manifest.n_blocks] * len(manifest.files)

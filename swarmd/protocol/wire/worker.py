@@ -80,6 +80,7 @@ class Measured(Message, tag="measured", frozen=True):
 class Loaded(Message, tag="loaded", frozen=True):
     """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be.
 
+    ``hidden``: numbers that travel of a token, the last ``digits`` of which are digits of its id.
     ``weights``: their format where it is the checkpoint's and not what was asked for; else "".
     ``cache_tokens``: those that are reserved for all sessions, by an engine that does that at once; else 0.
     """
@@ -90,6 +91,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     weights: Name = ""
     quantization_error: float | None = None
     hidden: Count = 0
+    digits: Count = 0
     layer_arity: Count = 0
     cache_bytes_per_token: Count = 0
     cache_tokens: Count = 0

@@ -80,7 +80,7 @@ class CountingCache:
 class CountingEngine:
     """Each block adds 1 to hidden states, and a session's first token has its number of past tokens added once."""
 
-    n_layers = 8
+    n_blocks = 8
     hidden_size = D
     dtype = torch.float32
     device = torch.device("cpu")
@@ -92,6 +92,9 @@ class CountingEngine:
     def __init__(self, span: Span, signals: LoadSignals) -> None:
         self.span = span
         self.on_block = signals.on_block
+
+    def refuses_rows(self, rows: torch.Tensor) -> str:
+        return ""
 
     def new_cache(self, hop: Span, max_tokens: int, is_exact: bool = False) -> CountingCache:
         return CountingCache()
