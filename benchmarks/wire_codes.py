@@ -20,6 +20,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 
 from swarmd.compute.model import skeleton
@@ -44,7 +45,8 @@ WIDE = {
     "tie_word_embeddings": False,
 }
 CHANGED = {  # families of which the certification of mesh-llm (2026-07-28) says that 8 bits changed the next token
-    **{key: {} for key in ("qwen2", "qwen3", "gemma3_text", "phi3", "granite", "glm4", "olmo", "stablelm", "smollm3")},
+    **{key: {} for key in ("qwen2", "qwen3", "gemma3_text", "phi3", "glm4", "olmo", "stablelm", "smollm3")},
+    "granite": {"attention_multiplier": 1 / 64},  # its default is no scale at all
     "gemma": {},  # passed there with float32 on the wire only
     "gemma4_text": {"vocab_size_per_layer_input": 4096, "hidden_size_per_layer_input": 64},
     "gpt2": {"n_embd": 512, "n_layer": N_LAYERS, "n_head": 8},
@@ -84,29 +86,39 @@ CODES: dict[str, Code] = {
 }
 
 
-def next_tokens(spans: Sequence[LoadedSpan], ends: Ends, texts: Sequence[Sequence[int]], code: Code) -> torch.Tensor:
-    """The likeliest token behind each token of each text: [texts, tokens]."""
+def logits_of(spans: Sequence[LoadedSpan], ends: Ends, texts: Sequence[Sequence[int]], code: Code) -> torch.Tensor:
+    """Logits behind each token of each text: [texts, tokens, vocabulary]."""
     found = []
     for ids in texts:
         rows = ends.embed([ids], [0])[0]
         positions = torch.arange(len(ids)).unsqueeze(0)
         for span in spans:
             rows = span.forward(code(rows), positions)
-        logits = ends.logits(code(rows)[0], spans[0].layer_arity)
-        found.append(logits.argmax(-1))
+        found.append(ends.logits(code(rows)[0], spans[0].layer_arity))
     return torch.stack(found)
 
 
-def count_changed(folder: Path, texts: Sequence[Sequence[int]]) -> list[int]:
-    """How many next tokens each code changes."""
+def perplexity(logits: torch.Tensor, texts: Sequence[Sequence[int]]) -> float:
+    """exp of the mean negative log-likelihood of each token but the first."""
+    return float(functional.cross_entropy(logits[:, :-1].flatten(0, 1), torch.tensor(texts)[:, 1:].flatten()).exp())
+
+
+def measure(folder: Path, texts: Sequence[Sequence[int]], is_trained: bool) -> list[str]:
+    """How many next tokens each code changes, and for a trained model what becomes of its perplexity."""
     layout = families.lay_out(folder)
     n = layout.n_blocks(int(json.loads((folder / "config.json").read_text()).get("num_hidden_layers") or N_LAYERS))
     bounds = [n * part // 4 for part in range(5)]
     options = LoadOptions(has_plain_layers=True)
     spans = [LoadedSpan(folder, Span(start, end), torch.float32, options) for start, end in itertools.pairwise(bounds)]
     ends = Ends(folder, torch.float32)
-    whole = next_tokens(spans, ends, texts, lambda rows: rows)
-    return [int((next_tokens(spans, ends, texts, code) != whole).sum()) for code in CODES.values()]
+    whole = logits_of(spans, ends, texts, lambda rows: rows)
+    cells = []
+    for code in CODES.values():
+        logits = logits_of(spans, ends, texts, code)
+        n_changed = int((logits.argmax(-1) != whole.argmax(-1)).sum())
+        change = 100 * (perplexity(logits, texts) / perplexity(whole, texts) - 1)
+        cells.append(f"{n_changed}, perplexity {change:+.1f} %" if is_trained else str(n_changed))
+    return cells
 
 
 def make_wide(family: str, folder: Path) -> Path:
@@ -143,7 +155,7 @@ def main() -> None:
                 folder = smollm2()
                 ids = AutoTokenizer.from_pretrained(folder)("\n".join(topics.values()))["input_ids"]
                 texts = [ids[start : start + N_TOKENS] for start in range(0, N_TEXTS * 500, 500)]
-            print(f"| {family} | {' | '.join(map(str, count_changed(folder, texts)))} |", flush=True)
+            print(f"| {family} | {' | '.join(measure(folder, texts, family not in CHANGED))} |", flush=True)
 
 
 if __name__ == "__main__":

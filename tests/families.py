@@ -495,7 +495,7 @@ def _gradient_errors(
 ) -> tuple[float, float]:
     """Differences of gradients with respect to what enters the first block, and to a LoRA of one of its matrices."""
     layers, seen = skeleton.decoder_layers(whole), {}
-    name, matrix = _first_matrix(whole, layers[0], ids)
+    name, matrix = first_matrix(whole, layers[0], ids)
     rng = torch.Generator().manual_seed(1)
     is_conv = isinstance(matrix, Conv1D)  # GPT-2's linear layers
     n_in, n_out = (matrix.nx, matrix.nf) if is_conv else (matrix.in_features, matrix.out_features)
@@ -539,7 +539,7 @@ def _gradient_errors(
     return errors[0], max(errors[1:])
 
 
-def _first_matrix(whole: Any, layer: Any, ids: torch.Tensor) -> tuple[str, Any]:
+def first_matrix(whole: Any, layer: Any, ids: torch.Tensor) -> tuple[str, Any]:
     """The first linear layer of a block that its forward calls, with its name in the model."""
     called: list[Any] = []
     hooks = [m.register_forward_hook(lambda module, *_: called.append(module)) for m in layer.modules()]
