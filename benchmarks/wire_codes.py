@@ -44,7 +44,9 @@ WIDE = {
     "vocab_size": 4096,
     "tie_word_embeddings": False,
 }
-CHANGED = {  # families of which the certification of mesh-llm (2026-07-28) says that 8 bits changed the next token
+CHANGED: dict[
+    str, dict[str, Any]
+] = {  # families of which the certification of mesh-llm (2026-07-28) says that 8 bits changed the next token
     **{key: {} for key in ("qwen2", "qwen3", "gemma3_text", "phi3", "glm4", "olmo", "stablelm", "smollm3")},
     "granite": {"attention_multiplier": 1 / 64},  # its default is no scale at all
     "gemma": {},  # passed there with float32 on the wire only

@@ -161,7 +161,7 @@ def _wrap_forward(
     parameters = inspect.signature(type(model).forward).parameters
     takes_positions = "position_ids" in parameters
     cache_name = _cache_name(model)
-    collects = bool(skeleton.remote_layer_of(model).collected)
+    collects = skeleton.remote_layer_of(model).collects
 
     @functools.wraps(forward)
     def forward_remotely(*args: Any, **kwargs: Any) -> Any:

@@ -110,17 +110,21 @@ def rehearse(folder: Path, config: PretrainedConfig) -> ModelLayout:
 
 
 def _at_full_width(layout: ModelLayout, small: PretrainedConfig, full: PretrainedConfig) -> ModelLayout:
-    """Return what was found of a small model for the true one: sidebands are as wide as a setting says."""
-    settings = full.to_dict()
-    bands = []
-    for band in layout.sidebands:
-        same = [name for name, value in small.to_dict().items() if _is_count(value) and value == band.size]
-        if band.kind != "ids" and same:
-            words = set(band.name.split("_"))
-            name = max(same, key=lambda name: (len(words & set(name.split("_"))), -len(name)))
-            band = msgspec.structs.replace(band, size=settings[name])
-        bands.append(band)
-    return msgspec.structs.replace(layout, sidebands=tuple(bands))
+    """Return what was found of a small model for the true one. Raises ConfigError."""
+    bands = tuple(_widen(band, small.to_dict(), full.to_dict()) for band in layout.sidebands)
+    return msgspec.structs.replace(layout, sidebands=bands)
+
+
+def _widen(band: Sideband, small: Mapping[str, Any], full: Mapping[str, Any]) -> Sideband:
+    """Make a sideband as wide as the setting says whose value it has in the small model. Raises ConfigError."""
+    if band.kind == "ids":
+        return band
+    same = [name for name, value in small.items() if _is_count(value) and value == band.size]
+    if not same:
+        raise ConfigError(f"no setting says how wide {band.name} is: this family cannot be served")
+    words = set(band.name.split("_"))
+    name = max(same, key=lambda name: (len(words & set(name.split("_"))), -len(name)))
+    return msgspec.structs.replace(band, size=full[name])
 
 
 def _small_models(config: PretrainedConfig) -> Iterator[PreTrainedModel]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ MOST_ROUNDING = 0.3  # that coding in few bits may add to a digit
 POWERS = DIGIT_BASE ** torch.arange(ID_DIGITS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowFormat:
     """The rows of one family: ``hidden`` numbers of hidden states, then what the layout says."""
 
@@ -31,13 +32,12 @@ class RowFormat:
     @property
     def width(self) -> int:
         """How many numbers a row has."""
-        last = self._places()[-1:] if self.layout.sidebands else []
-        return last[0][1].stop if last else self.hidden
+        return self._places[-1][1].stop if self._places else self.hidden
 
     @property
     def n_digits(self) -> int:
-        """How many of the last numbers are digits of ids."""
-        return sum(ID_DIGITS for band in self.layout.sidebands if band.kind == "ids")
+        """How many of the last numbers are digits of an id."""
+        return ID_DIGITS if any(band.kind == "ids" for band in self.layout.sidebands) else 0
 
     def pack(self, hidden: torch.Tensor, bands: Mapping[str, Any]) -> torch.Tensor:
         """Make rows [b, t, width] of hidden states [b, t, hidden] and sidebands, by name.
@@ -50,7 +50,7 @@ class RowFormat:
         shape = hidden.shape[:2]
         parts = [hidden]
         end = self.hidden
-        for band, place in self._places():
+        for band, place in self._places:
             if place.start > end:
                 parts.append(hidden.new_zeros(*shape, place.start - end))
             end = place.stop
@@ -72,7 +72,7 @@ class RowFormat:
 
     def band_of(self, rows: torch.Tensor, band: Sideband, layer: int) -> torch.Tensor:
         """Return a sideband of rows as a layer takes it: [b, t, size], or ids [b, t]."""
-        place = next(place for other, place in self._places() if other == band)
+        place = next(place for other, place in self._places if other == band)
         if band.kind == "each":
             place = slice(place.start + layer * band.size, place.start + (layer + 1) * band.size)
         numbers = rows[..., place]
@@ -84,7 +84,7 @@ class RowFormat:
             return hidden
         parts = [hidden]
         end = self.hidden
-        for band, place in self._places():
+        for band, place in self._places:
             if band.kind == "next":
                 parts += [rows[..., end : place.start], returned[band.place]]
                 end = place.stop
@@ -92,7 +92,7 @@ class RowFormat:
 
     def refuses(self, rows: torch.Tensor) -> str:
         """Say what is wrong with rows [b, t, width] from elsewhere; empty if nothing is."""
-        for band, place in self._places():
+        for band, place in self._places:
             if band.kind != "ids":
                 continue
             digits = rows[..., place].float()
@@ -106,12 +106,13 @@ class RowFormat:
 
     def fill_ids(self, rows: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
         """Put random ids into random rows: not every number is a digit."""
-        for band, place in self._places():
+        for band, place in self._places:
             if band.kind == "ids":
                 ids = torch.randint(0, self.vocabulary, rows.shape[:2], generator=rng)
                 rows[..., place] = _digits_of(ids).to(rows.dtype)
         return rows
 
+    @cached_property
     def _places(self) -> list[tuple[Sideband, slice]]:
         """Where each sideband lies in a row: ids behind all others."""
         places = []

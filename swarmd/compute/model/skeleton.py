@@ -106,6 +106,13 @@ class Stub(nn.Module):
         return (hidden, *self.beside, *(None,) * n_missing)
 
 
+class _Collected(threading.local):
+    """What layers were given so far in the current thread's pass: a client's model may be used by several."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, Any]] = []
+
+
 class RemoteLayer(Stub):
     """The client's layer that hands the embedded tokens to the swarm and returns what the last block gave.
 
@@ -119,30 +126,38 @@ class RemoteLayer(Stub):
         super().__init__(original)
         self.bands = layout_of(config).sidebands if config is not None else ()
         self._config = config
+        self._format: RowFormat | None = None  # known once hidden states have come in
         self._names = argument_names(original)
-        self.collected: dict[str, list[Any]] = {band.name: [] for band in self.bands if band.kind == "each"}
+        self.collects = any(band.kind == "each" for band in self.bands)
+        self._collected = _Collected()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the swarm computes of the hidden states that come in."""
         hidden = hidden_states_of(args, kwargs)
         rows = hidden.flatten(2)
-        if self.bands:
-            self.collect(args, kwargs)
-            given = {band.name: argument_of(self._names, args, kwargs, band.name) for band in self.bands}
-            rows = row_format(self._config, rows.shape[2]).pack(rows, given | self.collected)
-            self.forget()
+        if self._config is not None and self.bands:
+            self._format = self._format or row_format(self._config, rows.shape[2])
+            rows = self._format.pack(rows, self._gather(args, kwargs))
         out = self.call(rows)[..., : hidden.shape[2:].numel()]
         return self.wrap(out.reshape(*out.shape[:2], *hidden.shape[2:]))
 
-    def collect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what one layer is given."""
-        for name, values in self.collected.items():
-            values.append(argument_of(self._names, args, kwargs, name))
+    def collect(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool = False) -> None:
+        """Note what one layer is given; with the first one a pass begins."""
+        if is_first:
+            self._collected.layers = []  # the pass before may have ended half-way
+        self._collected.layers.append(
+            {band.name: argument_of(self._names, args, kwargs, band.name) for band in self.bands}
+        )
 
-    def forget(self) -> None:
-        """Let go of what layers were given: the next pass begins."""
-        for values in self.collected.values():
-            values.clear()
+    def _gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return what all layers were given, by name; of kind ``each`` a list with a value for each layer."""
+        self.collect(args, kwargs, is_first=not self.collects)
+        layers, self._collected.layers = self._collected.layers, []
+        last = layers[-1]
+        return {
+            band.name: [layer[band.name] for layer in layers] if band.kind == "each" else last[band.name]
+            for band in self.bands
+        }
 
 
 class CollectingLayer(Stub):
@@ -156,9 +171,7 @@ class CollectingLayer(Stub):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states that come in."""
         remote: RemoteLayer = self.__dict__["_remote"]
-        if self._is_first:
-            remote.forget()  # a pass may have ended half-way
-        remote.collect(args, kwargs)
+        remote.collect(args, kwargs, self._is_first)
         return super().forward(*args, **kwargs)
 
 

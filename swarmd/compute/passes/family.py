@@ -100,7 +100,6 @@ class FamilyForward:
         for index in self._hop.blocks():
             layer = self._layers[index]
             layer.forward = self._gate(index, layer.forward, skeleton.argument_names(layer))
-        self.format = skeleton.row_format(self.config, self.embedding_size)
         self.format = skeleton.row_format(self.config, self._find_width())
         self.hidden_size = self.format.width  # of all that travels of a token
         self._find_arity()
@@ -239,10 +238,10 @@ class FamilyForward:
             widths.append(math.prod(skeleton.hidden_states_of(args, kwargs).shape[2:]))
             raise _LayerReached
 
-        self.hidden_size = self.format.width
+        hidden = torch.zeros(1, 2, self.embedding_size, dtype=self.dtype, device=self.device)
         hook = self._layers[0].register_forward_pre_hook(enter, with_kwargs=True)
         try:
-            self.run(PassInputs(*self.example(2)), self.span)
+            self.run(PassInputs(hidden, torch.arange(2, device=self.device).unsqueeze(0)), self.span)
         except _LayerReached:
             return widths[0]
         except PROBE_ERRORS as error:

@@ -106,6 +106,8 @@ def read_layout(config: Mapping[str, Any], n_layers: int) -> ModelLayout:
     n_numbers = sum(band.n_numbers(n_layers) for band in layout.sidebands)
     if len(set(names)) < len(names) or n_numbers > MOST_NUMBERS:
         raise IntegrityError(f"{KEY}: a sideband twice, or {n_numbers} numbers of a token; at most {MOST_NUMBERS}")
+    if sum(band.kind == "ids" for band in layout.sidebands) > 1:
+        raise IntegrityError(f"{KEY}: several sidebands of ids, and a row ends with the digits of one")
     if any((band.kind == "ids") != (band.size == 0) for band in layout.sidebands):
         raise IntegrityError(f"{KEY}: ids have no size, and other sidebands have one")
     return layout

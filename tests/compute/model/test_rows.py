@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from swarmd.compute.model import skeleton
+from swarmd.compute.model.client_part import load_client_part
 from swarmd.compute.model.rows import RowFormat
 from swarmd.errors import ConfigError
 from swarmd.protocol.models.model_layout import ALIGNMENT, EACH_LAYER, ID_DIGITS, ModelLayout, Sideband
 from swarmd.protocol.wire.tensors import INT4_BLOCK, INT8_BLOCK
 from swarmd.wire.tensors import pack, unpack_untrusted
+from tests import families
 
 IDS, ROUTER = Sideband("input_ids", "ids"), Sideband("router_states", "next", 3, 1)
 EMBEDDING, OF_EACH = Sideband("embedding", "all", 5), Sideband("per_layer", "each", 2)
@@ -83,3 +88,46 @@ def test_most_families_send_hidden_states_alone() -> None:
     assert plain.width == 16
     assert plain.pack(hidden, {}) is hidden is plain.pass_on(hidden, hidden, ())
     assert not plain.refuses(hidden)
+
+
+@pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
+def test_several_threads_may_use_one_clients_model(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    folder = families.make_named("gemma4_text", tmp_path)
+    families.lay_out(folder)
+    model = load_client_part(folder, torch.float32)
+    remote = skeleton.remote_layer_of(model)
+    meet = threading.Barrier(2, timeout=20)
+    found: dict[int, torch.Tensor] = {}
+
+    def note(rows: torch.Tensor) -> torch.Tensor:
+        found[threading.get_ident()] = rows.clone()
+        return rows
+
+    remote.call = note
+    first = skeleton.decoder_layers(model)[0]
+    forward = first.forward
+
+    def wait_for_the_other(*args: Any, **kwargs: Any) -> Any:
+        meet.wait()  # both are in the midst of a pass
+        return forward(*args, **kwargs)
+
+    first.forward = wait_for_the_other
+    texts = [torch.tensor([[3, 5, 8]]), torch.tensor([[90, 17, 44]])]
+    rows: list[torch.Tensor] = [torch.empty(0)] * 2
+
+    def run(index: int) -> None:
+        with torch.no_grad():
+            model(input_ids=texts[index], use_cache=False)
+        rows[index] = found[threading.get_ident()]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first.forward = forward
+    for index, text in enumerate(texts):
+        with torch.no_grad():
+            model(input_ids=text, use_cache=False)
+        assert torch.equal(rows[index], found[threading.get_ident()])

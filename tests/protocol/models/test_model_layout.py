@@ -47,6 +47,7 @@ def test_where_each_layer_is_a_block_nothing_is_written() -> None:
         ({"sidebands": [{"name": "x", "kind": "all", "size": 1 << 21}]}, "<= 1048576"),
         ({"sidebands": [{"name": "x", "kind": "each", "size": 1 << 19}]}, "2097152 numbers of a token"),
         ({"sidebands": [{"name": "x", "kind": "all", "size": 1}] * 2}, "a sideband twice"),
+        ({"sidebands": [{"name": "x", "kind": "ids"}, {"name": "y", "kind": "ids"}]}, "several sidebands of ids"),
         ({"sidebands": [{"name": f"x{n}", "kind": "ids"} for n in range(9)]}, "length <= 8"),
     ],
 )
