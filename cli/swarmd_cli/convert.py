@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from swarmd.compute.llama_cpp.gguf_header import GgufHeader
     from swarmd.protocol.models.manifest import Manifest
-    from swarmd.protocol.models.model_layout import ModelLayout
 from swarmd_cli.context import home
 from swarmd_cli.terminal import drawing_by_library
 
@@ -74,25 +73,22 @@ def _growing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def lay_out(folder: Path, read: Manifest, layout: ModelLayout) -> tuple[Path, Manifest]:
-    """Return a folder whose configuration says this layout, and its manifest: the same files, by other names.
+def link_laid_out(folder: Path, laid_out: Manifest) -> Path:
+    """Return a folder with the files of another by second names, and the configuration of this manifest.
 
-    It is the folder itself where that says so already. Raises ConfigError.
+    It is called by its hash, so that there is one, wherever the files were. Raises ConfigError.
     """
     from swarmd.protocol.models import manifest
 
-    laid_out = manifest.lay_out(read, layout)
-    if laid_out == read:
-        return folder, read
-    target = home().folder / FOLDER / f"{folder.name[:64]}-{manifest.model_id(laid_out)[:16]}"
+    target = home().folder / FOLDER / f"laid-out-{manifest.model_id(laid_out)[:16]}"
     if target.is_dir():
-        return target, laid_out
+        return target
     index = [manifest.INDEX_FILE] if (folder / manifest.INDEX_FILE).is_file() else []
     with _growing(target) as unfinished:
-        for name in (*manifest.shard_names(folder), *index, *(file.name for file in read.files)):
+        for name in (*manifest.shard_names(folder), *index, *(file.name for file in laid_out.files)):
             _link((folder / name).resolve(), unfinished / name)
         (unfinished / "config.json").write_text(laid_out.config, encoding="utf-8")
-    return target, laid_out
+    return target
 
 
 def _link(source: Path, target: Path) -> None:

@@ -194,10 +194,17 @@ def test_a_model_whose_layers_stay_together_says_so_in_its_own_configuration(hom
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     (model,) = {model for name, (model, _) in MembershipFiles(home).catalog().models.items() if name == "new"}
     laid_out = ModelFolders(home).read()[model]
-    assert laid_out.parent == home.folder / "converted"
+    converted = home.folder / "converted"
+    assert [*converted.iterdir()] == [laid_out]
     assert laid_out.joinpath("model.safetensors").samefile(folder / "model.safetensors"), "no byte is there twice"
     assert json.loads((laid_out / "config.json").read_text())["swarmd"]["first_layers"] == [0, 1, 2]
-    assert add(home, laid_out) == add(home, folder) == said, "the same model again"
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    assert add(home, laid_out) == add(home, other) == add(home, folder) == said, "the same model again"
+    change = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in change.items()}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="choose another name, or say --replace"):
+        add(home, other)
+    assert [*converted.iterdir()] == [laid_out], "nothing is made of what is refused"
     swarmd(home, "models", "rm", "new")
     assert not laid_out.exists()
     assert {path: path.read_bytes() for path in folder.iterdir()} == before

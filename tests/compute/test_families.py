@@ -22,6 +22,7 @@ from tests.families import (
     TOLERANCE,
     VARIANTS,
     Proof,
+    lay_out,
     make,
     make_named,
     operations_error,
@@ -57,6 +58,16 @@ def test_spans_compute_what_the_whole_model_computes(family: str, tmp_path: Path
     proof = prove(make_named(family, tmp_path))
     assert proof.worst <= TOLERANCE, proof
     _rows[family] = proof
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_cache_of_the_familys_own_that_takes_back_a_part_of_what_it_keeps_is_not_believed(tmp_path: Path) -> None:
+    folder = make_named("deepseek_v4", tmp_path)
+    lay_out(folder)
+    span = LoadedSpan(folder, Span(0, 1), torch.float32)
+    span.self_test()
+    cache = span.example_cache(span.span, 3)
+    assert "takes back a part of what it keeps" in cache.refuses_crop(1)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from swarmd_cli.context import (
     read_answer,
     reload_daemon,
 )
-from swarmd_cli.convert import OWN, delete_converted, lay_out
+from swarmd_cli.convert import OWN, delete_converted, link_laid_out
 from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
 from swarmd_cli.terminal import make_console, print_table, text_column
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
@@ -141,7 +141,7 @@ def add_source(
     is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
     commit = folder.name if is_hub_id and folder.parent.name == "snapshots" else ""
     read, kind, layout = _read_manifest(folder, base)
-    folder, source_manifest = lay_out(folder, read, layout)
+    source_manifest = manifest.lay_out(read, layout)
     model = manifest.model_id(source_manifest)
     entry = (model, member.catalog().hash_of(base) if base else source_manifest.n_blocks)
     catalog: JsonObject = getattr(member.catalog(), kind)
@@ -149,6 +149,8 @@ def add_source(
     is_new = known is None or known[0] != model
     if is_new:
         _require_name_is_free(name, model, known[0] if known else "", replace)
+    if source_manifest != read:
+        folder = link_laid_out(folder, source_manifest)
     Library(state.weights, {}).keep_manifest(source_manifest, folder)
     model_folders().add(model, folder)
     if is_new:

@@ -161,7 +161,6 @@ def _wrap_forward(
     parameters = inspect.signature(type(model).forward).parameters
     takes_positions = "position_ids" in parameters
     cache_name = _cache_name(model)
-    collects = skeleton.remote_layer_of(model).collects
 
     @functools.wraps(forward)
     def forward_remotely(*args: Any, **kwargs: Any) -> Any:
@@ -212,12 +211,8 @@ def _wrap_forward(
         call.mask = mask
         logits_to_keep = kwargs.get("logits_to_keep")
         call.want = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep > 0 else None
-        if collects and call.want is not None:
-            kwargs["logits_to_keep"] = 0  # else some families leave out tokens before all layers are asked
         try:
             output = forward(*args, **kwargs)
-            if collects and call.want is not None and not isinstance(output, tuple):
-                output.logits = output.logits[:, -call.want :]
             if (call.cache is None or not wants_cache) and not isinstance(output, tuple):
                 output[cache_name] = None
             return output

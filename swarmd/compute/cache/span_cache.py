@@ -258,7 +258,11 @@ def _refuses_crop(layer: Any, n_tokens: int) -> str:
         if layer.keys.shape[-2] - n_tokens < n_needed:
             return f"a window has passed, and the past is recorded for fewer than {n_tokens} tokens"
     is_known = isinstance(layer, LinearAttentionCacheLayerMixin | DynamicLayer | DummyLayer)
-    return "" if is_known else f"its blocks keep a {type(layer).__name__}"
+    kind = type(layer)
+    is_of_family = kind.__module__.startswith("transformers.models.")
+    if is_known and is_of_family and "crop" not in vars(kind):  # DeepSeek V4's keeps sums of a window, too
+        return f"its blocks keep a {kind.__name__}, which takes back a part of what it keeps"
+    return "" if is_known else f"its blocks keep a {kind.__name__}"
 
 
 def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ everything else that owns parameters. tests/real/test_families.py proves five of
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import threading
@@ -30,12 +31,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from swarmd.compute.cuda.availability import trouble
 from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
-from swarmd.compute.linear.layers import quantise_layer, replace_layers
+from swarmd.compute.linear.layers import is_torchs_linear, quantise_layer, replace_layers
 from swarmd.compute.linear.quantize import library_config
 from swarmd.compute.model.plain_config import building, read_config
 from swarmd.compute.model.rows import RowFormat, argument_of
 from swarmd.errors import ConfigError
-from swarmd.plan.chains.memory import WORKSPACE_BYTES, loaded_bits, tensor_bytes
+from swarmd.plan.chains.memory import INT8_GROUP, WORKSPACE_BYTES, loaded_bits, tensor_bytes
 from swarmd.protocol.models import manifest, shards
 from swarmd.protocol.models.model_layout import KEY, ModelLayout, read_layout
 from swarmd.values import Span
@@ -315,6 +316,7 @@ def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrained
         layers = decoder_layers(self)
         if span is None:
             _put_remote_layer(layers, config)
+            _keep_all_tokens(decoder_of(self))
             if is_composite(config):
                 _remove_towers(self, {decoder_of(self), self.get_output_embeddings()})
             return
@@ -418,7 +420,7 @@ def _load_quantised(
             dtype,
             device=device,
         )
-        replace_layers(part, partial(quantise_layer, kind=kind))
+        replace_layers(part, partial(quantise_layer, kind=kind), _can_quantise)
         if model is None:
             model = part
             continue
@@ -427,6 +429,11 @@ def _load_quantised(
         _share_config(layer, text_config(part.config), text_config(model.config))
     assert model is not None
     return model
+
+
+def _can_quantise(module: nn.Module) -> bool:
+    """Is it a matrix that kernels of few bits take?"""
+    return is_torchs_linear(module) and int(module.in_features) % INT8_GROUP == 0  # type: ignore[arg-type]
 
 
 def _share_config(module: nn.Module, old: Any, new: Any) -> None:
@@ -497,6 +504,19 @@ def weight_map(folder: Path) -> dict[str, str]:
     if not files:
         raise ConfigError(f"{folder} holds no safetensors")
     return files
+
+
+def _keep_all_tokens(decoder: Any) -> None:
+    """Have a client's decoder pass on every token: some leave out those whose logits are not wanted, half-way."""
+    forward = decoder.forward
+    if "logits_to_keep" not in inspect.signature(forward).parameters:
+        return
+
+    @functools.wraps(forward)
+    def forward_all(*args: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    decoder.forward = forward_all
 
 
 def _put_remote_layer(layers: nn.ModuleList, config: PretrainedConfig) -> None:

@@ -269,4 +269,7 @@ class FamilyForward:
             if self.layer_arity == arity:
                 return
         family = type(self.config).__name__
-        raise ConfigError(f"{family}: its blocks fail on hidden states alone ({failure}): unsupported family")
+        dtype = str(self.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{family}: its blocks fail on hidden states alone, in {dtype} ({failure}): unsupported family"
+        )

@@ -17,6 +17,7 @@ QUANTIZED_BITS = {"int8": 8.25, "int4": 5.0, "nf4": 4.5}  # a weight with its sh
 
 
 INT4_GROUP = 32  # weights of a row; a matrix whose width is no multiple of it gets 8 bits (compute/linear/formats.py)
+INT8_GROUP = 16  # numbers of a row that torch's kernel of 8 bits reads together: others are not for it
 INT4_ROWS = 16  # that torch's kernel takes together; the same of a matrix's height
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the name of a single expert's weight: transformers makes one tensor of all of a block, and that stays as it is."""
@@ -39,6 +40,8 @@ def loaded_bits(name: str, shape: tuple[int, ...], quantize: str, family: str) -
     if not is_matrix or not is_linear:
         return "none"
     n_out, n_in = shape
+    if n_in % INT8_GROUP:
+        return "none"
     return "int8" if quantize == "int4" and (n_in % INT4_GROUP or n_out % INT4_ROWS) else quantize
 
 

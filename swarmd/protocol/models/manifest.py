@@ -310,7 +310,8 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
     # In a composite (``model.language_model.layers.7.…``, ``model.visual.…``, ``lm_head.weight``) what has a row for
     # each token is the decoder's, and so is all that stands where both an embedding and the blocks do.
     vocabulary = configuration.read_vocabulary(config)
-    rows = {tensor.name for tensor in manifest.tensors if vocabulary and tensor.shape[:1] == (vocabulary,)}
+    around = [tensor for tensor in manifest.tensors if not tensor.name.startswith(best)]
+    rows = {tensor.name for tensor in around if vocabulary and tensor.shape[:1] == (vocabulary,)}
     places = [best[: at + 1] for at in range(len(best)) if best[at] == "."]
     decoder = max((place for place in places if any(name.startswith(place) for name in rows)), key=len, default="")
 

@@ -33,6 +33,10 @@ DIGIT_BASE = 4  # in 4 bits a number is off by a fourteenth of the largest: digi
 ID_DIGITS = 12  # ids up to 16 million: more than any vocabulary has
 
 
+OTHERWISE_GIVEN = ("hidden_states", "attention_mask", "position_ids", "past_key_values", "cache_params")
+"""What layers are given by another way."""
+
+
 class Sideband(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a layer takes beside hidden states, by the name of its argument. ``size``: numbers of a token.
 
@@ -104,6 +108,8 @@ def read_layout(config: Mapping[str, Any], n_layers: int) -> ModelLayout:
         raise IntegrityError(f"{KEY}: blocks begin at layers {firsts[:8]}, expected 0 and rising, of {n_layers} layers")
     names = [band.name for band in layout.sidebands]
     n_numbers = sum(band.n_numbers(n_layers) for band in layout.sidebands)
+    if given := set(names).intersection(OTHERWISE_GIVEN):
+        raise IntegrityError(f"{KEY}: {min(given)} is no sideband: layers are given it by another way")
     if len(set(names)) < len(names) or n_numbers > MOST_NUMBERS:
         raise IntegrityError(f"{KEY}: a sideband twice, or {n_numbers} numbers of a token; at most {MOST_NUMBERS}")
     if sum(band.kind == "ids" for band in layout.sidebands) > 1:

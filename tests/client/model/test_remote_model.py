@@ -22,7 +22,7 @@ from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.runs.expert_balance import leave_out
 from swarmd.errors import ConfigError
 from swarmd.values import Span
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.families import LocalSession
 
 
@@ -240,3 +240,23 @@ class TestAgainstTheWholeModel:
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
         assert remote.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False).shape == (1, 10)
+
+
+@pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
+def test_the_logits_that_are_wanted_come_as_from_the_whole(tmp_path: Path) -> None:
+    """Also where a family's decoder would leave out the other tokens before its last layers (Gemma 4)."""
+    torch.set_num_threads(1)
+    folder = families.make_named("gemma4_text with shared keys", tmp_path)
+    families.lay_out(folder)
+    whole: Any = skeleton.load_whole(folder, torch.float32)
+    spans = [LoadedSpan(folder, Span(0, 3), torch.float32)]
+    lanes: Any = None  # nothing is trained
+    model = remote_model(folder, lambda batch, tokens, own: LocalSession(spans, tokens), lanes, torch.float32)
+    ids = torch.randint(3, families.VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        asked = {"input_ids": ids, "labels": ids[:, -3:], "logits_to_keep": 3, "use_cache": False}
+        ours, theirs = model(**asked), whole(**asked)
+        logits = model(ids, logits_to_keep=1, use_cache=False, return_dict=False)[0]
+    assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
+    assert torch.allclose(ours.loss, theirs.loss)
+    assert torch.allclose(logits, theirs.logits[:, -1:], atol=1e-5)

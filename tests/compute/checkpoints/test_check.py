@@ -341,3 +341,12 @@ def test_of_a_composite_a_client_reads_and_fetches_the_text_part(family: str, tm
     ids, sizes = torch.ones(1, 3, dtype=torch.long), torch.tensor([[8, 8]])
     with pytest.raises(ConfigError, match="only texts are served"):
         client(ids, pixel_values=torch.zeros(1, 3, 8, 8), image_sizes=sizes, image_grid_thw=torch.ones_like(ids))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layers_matrix_of_as_many_rows_as_there_are_tokens_is_no_embedding(tmp_path: Path) -> None:
+    text = {**families.SHARED_KEYS, "global_head_dim": families.VOCABULARY // 4}
+    folder = families.make("gemma4", tmp_path, {"text_config": text})
+    read = manifest.read_folder(folder)
+    assert any(".layers." in tensor.name and tensor.shape[0] == families.VOCABULARY for tensor in read.tensors)
+    check_folder(folder, read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +39,15 @@ def test_blocks_take_what_is_planned(family: str, quantize: str, tmp_path: Path)
     for block, layer in enumerate(skeleton.decoder_layers(model)):
         n_bytes = sum(parameter.nbytes for parameter in layer.parameters())
         assert n_bytes == pytest.approx(planned[block], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_matrices_that_no_kernel_of_few_bits_takes_stay_as_they_are(quantize: str, tmp_path: Path) -> None:
+    """torch's ends the process on rows that are no multiple of 16 numbers."""
+    folder = make("llama", tmp_path, {"intermediate_size": 40, "num_hidden_layers": 2})
+    planned, _ = group_bytes(manifest.read_folder(folder), "float32", quantize)
+    model: Any = skeleton.load(folder, Span(0, 2), torch.float32, quantize)
+    layer = skeleton.decoder_layers(model)[0]
+    assert type(layer.mlp.down_proj) is torch.nn.Linear, "it reads 40 numbers at a time"
+    assert type(layer.mlp.up_proj) is not torch.nn.Linear
+    assert sum(parameter.nbytes for parameter in layer.parameters()) == pytest.approx(planned[0], rel=TOLERANCE)

@@ -42,6 +42,7 @@ def test_where_each_layer_is_a_block_nothing_is_written() -> None:
         ({"first_layers": ["0"]}, "Expected `int`"),
         ({"sidebands": [{"name": "x", "kind": "code", "size": 1}]}, "Invalid enum value 'code'"),
         ({"sidebands": [{"name": "../x", "kind": "all", "size": 1}]}, "matching regex"),
+        ({"sidebands": [{"name": "attention_mask", "kind": "ids"}]}, "attention_mask is no sideband"),
         ({"sidebands": [{"name": "x", "kind": "all"}]}, "ids have no size, and other sidebands have one"),
         ({"sidebands": [{"name": "x", "kind": "ids", "size": 3}]}, "ids have no size"),
         ({"sidebands": [{"name": "x", "kind": "all", "size": 1 << 21}]}, "<= 1048576"),
