@@ -41,7 +41,11 @@ if TYPE_CHECKING:
 
 ANNOUNCE_INTERVAL_S = 20.0  # as the daemon's
 LOOK_INTERVAL_S = 0.1  # whether the run is over, while somebody waits for it to want gradients
-OPTIMIZERS = {"sgd": (torch.optim.SGD,), "adamw": (torch.optim.AdamW,)}
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], ...]] = {
+    "sgd": (torch.optim.SGD,),
+    "adamw": (torch.optim.AdamW,),
+    "muon": (),  # the run's has AdamW for what is no matrix
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,10 @@ def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnsw
     speeds = _subtract_audits(trainer, [m.peer for m in members], speeds)
     own_prediction, predicted = predict_settings(recipe, members, speeds, trainer.state.layout.n_elements)
     chosen = choose_setting(predicted) if predicted else None
+    reason = chosen.reason if chosen else "it is not known yet how fast anybody computes"
+    price = recipe.optimizer.price_of_delay
+    if chosen and price and chosen.action.setting.synchronisation == "delayed":
+        reason = f"{reason}; {price}"
     trainer.pace.predicted = own_prediction.samples_per_s if own_prediction else None
     return PlanAnswer(
         run=trainer.run_spec.id,
@@ -163,7 +167,7 @@ def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnsw
         setting=str(own_prediction.setting) if own_prediction else "",
         settings=tuple(_setting_row(p) for p in predicted),
         recommended=str(chosen.action.setting) if chosen else "",
-        recommended_why=chosen.reason if chosen else "it is not known yet how fast anybody computes",
+        recommended_why=reason,
     )
 
 

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 N_SAMPLES = 128  # an update: so many that all peers hear of it before one has computed them alone
 TOPK = '[parts]\ncodec = "topk"\n'
 EXACT = {"sgd": "float32", "adamw": "float64"}  # precision by optimizer
-WAYS = {"sgd": "grid", "adamw": "ring"}  # by which numbers come together
+WAYS = {"sgd": "grid", "adamw": "ring", "muon": "ring"}  # by which numbers come together
 LORA = 'train = "lora"\nlora = {rank = 4, alpha = 8, targets = ["q_proj", "v_proj"]}'
 
 
@@ -54,6 +54,7 @@ def trainers(swarm: LocalSwarm, n: int) -> list[Volunteer]:
         (5, EXACT, 1e-5),
         pytest.param(50, EXACT, 1e-5, marks=pytest.mark.prove),
         pytest.param(50, {"adamw": "float32"}, 1e-4, marks=pytest.mark.prove),  # other order of sums: it is reported
+        pytest.param(50, {"muon": "float32"}, 1e-4, marks=pytest.mark.prove),
     ],
 )
 def test_four_peers_are_one_big_machine(tmp_path: Path, steps: int, runs: dict[str, str], bound: float) -> None:
@@ -89,7 +90,8 @@ def test_whoever_computes_on_meanwhile_is_one_big_machine(tmp_path: Path) -> Non
     with local_swarm(tmp_path) as swarm:
         volunteers = trainers(swarm, 3)
         for name in HIDDEN:
-            settings = {"optimizer": "adamw", "more": MODES[name], "target": N_SAMPLES, "steps": 7, "every": 7}
+            optimizer = "muon" if name == "delayed" else "adamw"
+            settings = {"optimizer": optimizer, "more": MODES[name], "target": N_SAMPLES, "steps": 7, "every": 7}
             start_together(swarm, volunteers, name, **settings)
         for name in HIDDEN:
             wait_update(swarm, volunteers, 3, name)

@@ -79,6 +79,7 @@ MODES = {
 }
 OPTIMIZERS = {
     "sgd": 'kind = "sgd"\nlearning_rate = 0.02\nmomentum = 0.9',
+    "muon": 'kind = "muon"\nlearning_rate = 0.001\nweight_decay = 0.1',
     "adamw": 'kind = "adamw"\nlearning_rate = 0.0005\nweight_decay = 0.1',
 }
 
@@ -262,8 +263,7 @@ def replay(ledger: Ledger, model_folder: Path, data: Path, epoch: int) -> np.nda
     rows = _rows(recipe, data)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, recipe.precision)).train()
     parameters = [p for _, p in model.named_parameters()]
-    matrices, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
-    optimizer = torch_optimizer(recipe.optimizer, matrices, rest)
+    optimizer = torch_optimizer(recipe.optimizer, dict(model.named_parameters()))
     before = copy.deepcopy(model)
     for sealed in ledger.sealed[:epoch]:
         optimizer.zero_grad()
@@ -299,7 +299,8 @@ def replay_steps(ledger: Ledger, model_folder: Path, data: Path, epoch: int) -> 
         for at in range(0, len(draws), recipe.batch.micro):
             _backward(model, rows, peer, draws[at : at + recipe.batch.micro], len(draws))
         moments = {name: pieces(inner[name]) for name in recipe.optimizer.moments}
-        take_step(recipe.optimizer, parameters, moments, step.learning_rate, step.number)
+        names = [name for name, _ in model.named_parameters()]
+        take_step(recipe.optimizer, names, parameters, moments, step.learning_rate, step.number)
 
     first = torch.cat([p.detach().flatten() for p in parameters]).numpy()
     return replay_diloco(ledger, first, take, epoch)

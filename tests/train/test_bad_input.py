@@ -16,6 +16,7 @@ from swarmd.errors import ConfigError, IntegrityError, RemoteProtocolError
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.models import manifest
 from swarmd.protocol.runs.recipe import (
+    Optimizer,
     Recipe,
     RunOrder,
     read_order_untrusted,
@@ -56,11 +57,23 @@ MEMBERS = (GroupMember("a", 0, 4, True), GroupMember("b", 0, 4, True))
         (HEAD + 'train = "lora"\n', "needs the names of modules: lora.targets"),
         (
             HEAD + "[optimizer]\nmomentum = 0.9\n",
-            'optimizer.momentum needs kind = "sgd", got "adamw"',
+            'optimizer.momentum needs kind = "sgd" or "muon", got "adamw"',
         ),
         (
             HEAD + '[optimizer]\nkind = "sgd"\nbeta1 = 0.8\n',
-            'optimizer.beta1 needs kind = "adamw", got "sgd"',
+            'optimizer.beta1 needs kind = "adamw" or "muon", got "sgd"',
+        ),
+        (
+            HEAD + '[optimizer]\nkind = "sgd"\nnesterov = true\n',
+            'optimizer.nesterov needs kind = "adamw" or "muon", got "sgd"',
+        ),
+        (
+            HEAD + 'synchronisation = "diloco"\n[optimizer]\nnesterov = true\n',
+            "optimizer.nesterov is for steps of the swarm as a whole",
+        ),
+        (
+            HEAD + 'robust = "clip"\n[optimizer]\nkind = "muon"\n',
+            'robust = "clip" cannot be: muon\'s momentum is of matrices',
         ),
         (
             HEAD + "[optimizer]\nlearning_rate = 0.1\nweight_decay = 30.0\n",
@@ -221,3 +234,17 @@ async def test_hostile_messages_harm_nobody(virtual_time: MockClock) -> None:
         await world.until(epoch=epoch + 3, within_s=200)
         check_ledger(world)
         nursery.cancel_scope.cancel()
+
+
+def test_muons_momentum_is_jordans_where_nothing_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    for words, momentum in (("", 0.95), ("momentum = 0.8\n", 0.8)):
+        path.write_text(HEAD + f'[optimizer]\nkind = "muon"\n{words}')
+        assert read_toml(path).optimizer.momentum == momentum
+
+
+def test_who_says_delayed_learns_what_it_costs() -> None:
+    assert "nesterov = true" in Optimizer().price_of_delay
+    assert 'kind = "muon"' in Optimizer(kind="sgd").price_of_delay
+    assert not Optimizer(nesterov=True).price_of_delay
+    assert not Optimizer(kind="muon").price_of_delay

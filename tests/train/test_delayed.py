@@ -23,6 +23,7 @@ SLOW = SimLink(latency_s=0.1)  # averaging takes about as long as gathering
     [
         (Optimizer(kind="sgd", learning_rate=0.05, momentum=0.5), "float32"),
         (Optimizer(kind="adamw", learning_rate=0.05, weight_decay=0.1, clip_norm=1.0), "float64"),
+        (Optimizer(kind="muon", learning_rate=0.05, momentum=0.9), "float32"),
     ],
 )
 async def test_the_ledger_says_which_state_a_draw_belongs_to(

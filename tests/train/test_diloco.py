@@ -24,6 +24,7 @@ from tests.train.replaying import counted_of
 from tests.train.world import N_ELEMENTS, TrainingWorld, replay_steps, training
 
 ADAMW, SGD = {"kind": "adamw", "weight_decay": 0.1}, {"kind": "sgd", "momentum": 0.5}
+MUON = {"kind": "muon", "momentum": 0.9, "weight_decay": 0.1}
 SLOW = SimLink(latency_s=0.1)  # averaging takes about as long as gathering
 
 
@@ -53,6 +54,7 @@ def loss(world: TrainingWorld) -> float:
     [
         (4, ADAMW),
         (1, SGD),
+        (1, MUON),
         pytest.param(1, ADAMW, marks=pytest.mark.prove),
         pytest.param(4, SGD, marks=pytest.mark.prove),
     ],

@@ -20,6 +20,7 @@ from tests.train.world import replay, training
         (Optimizer(kind="sgd", learning_rate=0.1, momentum=0.9), "float32", 1e-5),
         (Optimizer(kind="adamw", learning_rate=0.05, weight_decay=0.1), "float64", 1e-5),
         (Optimizer(kind="adamw", learning_rate=0.05, clip_norm=1.0), "float32", 1e-4),
+        (Optimizer(kind="muon", learning_rate=0.05, momentum=0.9, clip_norm=1.0, weight_decay=0.1), "float32", 1e-4),
     ],
 )
 async def test_the_swarm_is_one_big_machine(

@@ -16,6 +16,7 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import trio
@@ -70,7 +71,7 @@ def inner_step(recipe: Recipe, inner: dict[str, Vector], peer: str, draws: range
     parameters = pieces.pop("local")
     for parameter, piece in zip(parameters, (mean[:36].reshape(6, 6), mean[36:]), strict=True):
         parameter.grad = torch.from_numpy(piece)
-    take_step(recipe.optimizer, parameters, pieces, step.learning_rate, step.number)
+    take_step(recipe.optimizer, ("layers.0.w", "b"), parameters, pieces, step.learning_rate, step.number)
     return float(sum(loss for loss, _ in computed))
 
 
@@ -79,7 +80,7 @@ class ToySource:
 
     def __init__(self, recipe: Recipe, peer: str, sample_s: float, n_elements: int) -> None:
         dtype = recipe.precision
-        self.layout = VectorLayout((("w", (6, 6)), ("b", (n_elements - 36,))), dtype)
+        self.layout = VectorLayout((("layers.0.w", (6, 6)), ("b", (n_elements - 36,))), dtype)
         self.parameters: Vector = np.full(n_elements, 3.0, dtype)
         self.sample_s = sample_s
         self.began_at = 0.0
@@ -407,7 +408,7 @@ def replay(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
     dtype = getattr(torch, recipe.precision)
     matrix = torch.full((6, 6), 3.0, dtype=dtype, requires_grad=True)
     bias = torch.full((N_ELEMENTS - 36,), 3.0, dtype=dtype, requires_grad=True)
-    optimizer = torch_optimizer(recipe.optimizer, [matrix], [bias])
+    optimizer = torch_optimizer(recipe.optimizer, {"layers.0.w": matrix, "b": bias})
     before = now = np.zeros(0)
     for sealed in ledger.sealed[:epoch]:
         before, now = now, torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()
@@ -429,8 +430,30 @@ def replay_steps(world: TrainingWorld, ledger: Ledger, epoch: int) -> Vector:
     return replay_diloco(ledger, first, partial(inner_step, world.recipe), epoch)
 
 
-def torch_optimizer(o: Optimizer, matrices: list[torch.Tensor], rest: list[torch.Tensor]) -> torch.optim.Optimizer:
+class Muon:
+    """What a peer that takes steps by itself does, in torch's own arithmetic."""
+
+    def __init__(self, o: Optimizer, named: dict[str, torch.Tensor]) -> None:
+        self._o = msgspec.structs.replace(o, clip_norm=0.0)
+        self._named = named
+        self._moments = {name: [torch.zeros_like(p) for p in named.values()] for name in o.moments}
+        self._n_steps = 0
+
+    def step(self) -> None:
+        self._n_steps += 1
+        names, parameters = list(self._named), list(self._named.values())
+        take_step(self._o, names, parameters, self._moments, self._o.learning_rate, self._n_steps)
+
+    def zero_grad(self) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+
+
+def torch_optimizer(o: Optimizer, named: dict[str, torch.Tensor]) -> torch.optim.Optimizer | Muon:
     """Torch's own, as a recipe asks for it: weight decay on matrices only."""
+    if o.kind == "muon":
+        return Muon(o, named)
+    matrices, rest = ([p for p in named.values() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     if o.kind == "sgd":
         return torch.optim.SGD(groups, lr=o.learning_rate, momentum=o.momentum)

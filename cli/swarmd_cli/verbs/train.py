@@ -49,6 +49,8 @@ def start(
     rows = f"{count(started.n_rows, 'row')} of {resolved.batch.tokens} tokens"
     print(f"model {resolved.model[:12]}, {rows}, {count(len(resolved.anchors), 'anchor')}")
     print(f"others take part with: swarmd train join {run_id[:12]}")
+    if resolved.synchronisation == "delayed" and resolved.optimizer.price_of_delay:
+        print(resolved.optimizer.price_of_delay)
 
 
 @app.command("join")

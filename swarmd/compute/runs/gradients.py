@@ -209,7 +209,8 @@ class TrainedModel:
         for name in self._recipe.optimizer.moments:
             pieces = self._cut_vector(self._shared[name])
             moments[name] = [piece.to(self._device) for piece in pieces]
-        take_step(self._recipe.optimizer, parameters, moments, learning_rate, number)
+        names = [name for name, _ in self.parameters]
+        take_step(self._recipe.optimizer, names, parameters, moments, learning_rate, number)
         if self._device != "cpu":
             computed = {**moments, LOCAL: [p.detach() for p in parameters]}
             for name, pieces in computed.items():

@@ -35,10 +35,14 @@ _OF_CODECS = {  # which codecs a key of [parts] is for
     "threshold": ("significance",),
     "decay": ("topk", "powersgd", "significance"),
 }
-_OF_KINDS = {  # which optimizer a key of [optimizer] is for
-    "momentum": "sgd",
-    **dict.fromkeys(("beta1", "beta2", "epsilon"), "adamw"),
+_OF_KINDS = {  # which optimizers a key of [optimizer] is for
+    "momentum": ("sgd", "muon"),
+    **dict.fromkeys(("beta1", "beta2", "epsilon", "nesterov"), ("adamw", "muon")),
 }
+MUON_MOMENTUM = 0.95  # where a file says nothing: Jordan's
+MUON_LENGTH = 0.2  # of a step, for each number of the longer side's root: AdamW's usual one (2502.16982)
+N_NEWTON_SCHULZ = 5  # steps of Muon's
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X becomes a X + (b A + c A A) X, A = X X^T: Jordan's
 DEFAULT_AUDIT = 32  # 3 % of what a run computes, once its members are known
 _RUN_DOMAIN = b"swarmd run 1\0"
 _ORDER_DOMAIN = b"swarmd run order 1\0"
@@ -55,23 +59,52 @@ class RecipeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Optimizer(RecipeTable, frozen=True):
-    """SGD with momentum, or AdamW (Loshchilov & Hutter 2019); weight decay on matrices only, decoupled for both."""
+    """SGD with momentum, AdamW (Loshchilov & Hutter 2019), or Muon (Jordan et al. 2024) for the matrices of layers.
 
-    kind: Literal["sgd", "adamw"] = "adamw"
+    With Muon the rest, embedding and head among it, has AdamW, at the same rate: a step of Muon is as long as one of
+    AdamW usually is (2502.16982, section 2.2). Weight decay is on matrices only, and decoupled. ``nesterov``: AdamW
+    steps as if the next gradient were as this one (Dozat 2016), which makes up for more than half of a delay.
+    """
+
+    kind: Literal["sgd", "adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-3
     momentum: Share = 0.0
     beta1: Share = 0.9
     beta2: Share = 0.95
     epsilon: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1e-8
+    nesterov: bool = False
     weight_decay: NotNegative = 0.0
     clip_norm: NotNegative = 0.0
 
     @property
+    def price_of_delay(self) -> str:
+        """What it costs that gradients are one update late (benchmarks.delay), and what to do; "" where it is little."""
+        if self.kind == "muon":
+            return ""
+        if self.kind == "sgd":
+            return 'SGD learns a tenth less by gradients that are an update late: kind = "muon" hardly does'
+        if self.nesterov:
+            return ""
+        return (
+            "AdamW learns 5 to 8 % less by gradients that are an update late: optimizer.nesterov = true makes up for "
+            'more than half of it, and kind = "muon" hardly loses'
+        )
+
+    @property
     def moments(self) -> tuple[str, ...]:
         """The vectors that it keeps beside the parameters."""
-        if self.kind == "adamw":
+        if self.kind in ("adamw", "muon"):
             return ("moment1", "moment2")
         return ("momentum",) if self.momentum else ()
+
+
+def is_matrix_of_layer(name: str, shape: tuple[int, ...]) -> bool:
+    """Is it what Muon is for: a matrix of a numbered layer, or as many as there are experts, by name and shape?
+
+    Embedding and head are not of a layer, and norms, biases and the filters of convolutions are no matrices.
+    """
+    is_of_layer = any(part.isdecimal() for part in name.split("."))
+    return is_of_layer and len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
 class Schedule(RecipeTable, frozen=True):
@@ -186,6 +219,8 @@ class Recipe(RecipeTable, frozen=True):
             return "with diloco peers give differences, not gradients"
         if self.parts.codec in _OF_CODECS["decay"]:
             return f"with {self.parts.codec} what was left out comes on top of what is given"
+        if self.optimizer.kind == "muon":
+            return "muon's momentum is of matrices, and its other moments are AdamW's"
         return "optimizer.clip_norm clips already" if self.optimizer.clip_norm else ""
 
     @property
@@ -262,6 +297,9 @@ def read_toml(path: Path) -> Recipe:
     lora = written.get("lora")
     if isinstance(lora, dict) and lora.get("targets") == ALL_LINEAR:
         written["lora"] = {**lora, "targets": [ALL_LINEAR]}  # in PEFT it is no list
+    optimizer = written.get("optimizer")
+    if isinstance(optimizer, dict) and optimizer.get("kind") == "muon" and "momentum" not in optimizer:
+        written["optimizer"] = {**optimizer, "momentum": MUON_MOMENTUM}
     try:
         recipe = msgspec.convert(written, Recipe)
     except msgspec.ValidationError as error:
@@ -300,9 +338,12 @@ def _explain_unused(recipe: Recipe, written: dict[str, Any]) -> str:
             'train = "lora" needs the names of modules: lora.targets, for example ["q_proj", "v_proj"], or "all-linear"'
         )
     for key in written.get("optimizer", {}):
-        kind = _OF_KINDS.get(key, optimizer.kind)
-        if kind != optimizer.kind:
-            return f'optimizer.{key} needs kind = "{kind}", got "{optimizer.kind}"'
+        kinds = _OF_KINDS.get(key, (optimizer.kind,))
+        if optimizer.kind not in kinds:
+            expected = " or ".join(f'"{kind}"' for kind in kinds)
+            return f'optimizer.{key} needs kind = {expected}, got "{optimizer.kind}"'
+    if optimizer.nesterov and recipe.steps_inside:
+        return "optimizer.nesterov is for steps of the swarm as a whole: with diloco peers' own are not late"
     shrinkage = optimizer.learning_rate * optimizer.weight_decay
     if shrinkage >= 1:
         return (

@@ -21,8 +21,8 @@ from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.configuration import STATE
 from swarmd.protocol.models.manifest import CHUNK_BYTES, Entry, Manifest
 from swarmd.protocol.runs.commit import Commit
-from swarmd.protocol.runs.recipe import Recipe, Run
-from swarmd.train.vectors.optimizers import OuterOptimizer, centre_of, outer_moments
+from swarmd.protocol.runs.recipe import Recipe, Run, is_matrix_of_layer
+from swarmd.train.vectors.optimizers import MatrixRange, OuterOptimizer, centre_of, outer_moments
 from swarmd.values import RunId
 
 Vector = npt.NDArray[np.floating]
@@ -107,7 +107,11 @@ class RunState:
         self.averages: dict[int, Average] = {}
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
-        matrices = [(start, end) for _, shape, start, end in layout.tensor_ranges() if len(shape) > 1]
+        matrices = [
+            MatrixRange(start, end, shape, is_matrix_of_layer(name, shape))
+            for name, shape, start, end in layout.tensor_ranges()
+            if len(shape) > 1
+        ]
         self._optimizer = OuterOptimizer(run.recipe, parameters, self.moments, matrices)
 
     @property
@@ -203,6 +207,7 @@ class RunState:
         self._held = []
         low, high = fragment_of(self.run.recipe, steps, len(self.parameters))
         size = CHUNK_BYTES // self.parameters.itemsize
+        clip = self.parameters.dtype.type(commit.clip)
         for chunk in range(-(-len(self.parameters) // size)):
             for snapshot in live:
                 snapshot.keep(chunk)
@@ -213,8 +218,9 @@ class RunState:
                 gradient = average[block.start - low : block.stop - low]
                 if self.run.recipe.robust == "clip":
                     gradient = gradient + centre_of(self.run.recipe, self.moments, steps - 1, block)
-                gradient = gradient * self.parameters.dtype.type(commit.clip)
+                gradient = gradient * clip
                 self._optimizer.step(block, gradient, commit.learning_rate, steps)
+        self._optimizer.finish(lambda whole: average[whole] * clip, commit.learning_rate)
         for snapshot in live:
             snapshot.is_live = False
         self._keep_average(commit, average)

@@ -60,7 +60,8 @@ def replay(world: TrainingWorld, epoch: int) -> Vector:
     recipe, ledger = world.recipe, world.ledger
     matrix = torch.full((6, 6), 3.0, requires_grad=True)
     bias = torch.full((N_ELEMENTS - 36,), 3.0, requires_grad=True)
-    optimizer = torch_optimizer(recipe.optimizer, [matrix], [bias])
+    optimizer = torch_optimizer(recipe.optimizer, {"w": matrix, "b": bias})
+    assert isinstance(optimizer, torch.optim.Optimizer)
     names = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "momentum": "momentum_buffer"}
     for sealed in ledger.sealed[:epoch]:
         now = torch.cat([matrix.detach().flatten(), bias.detach()]).numpy()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from swarmd.compute.runs.inner_steps import take_step
 from swarmd.errors import ConfigError, Refused
 from swarmd.plan.runs.ballot import Acceptor
 from swarmd.protocol.membership.identity import Identity
@@ -56,18 +57,85 @@ def commit_for(state: RunState, average: np.ndarray, learning_rate: float) -> Co
 )
 def test_optimizers_do_what_torch_does(optimizer: Optimizer, dtype: str) -> None:
     state = state_of(optimizer, 1000, dtype)
-    w = torch.tensor(state.parameters[:500].copy(), requires_grad=True)
+    w = torch.tensor(state.parameters[:500].reshape(500, 1), requires_grad=True)
     b = torch.tensor(state.parameters[500:].copy(), requires_grad=True)
-    theirs = torch_optimizer(optimizer, [w], [b])
+    theirs = torch_optimizer(optimizer, {"w": w, "b": b})
     rng = np.random.default_rng(1)
     for step in range(1, 20):
         average = rng.standard_normal(1000).astype(dtype)
         state.apply(commit_for(state, average, optimizer.learning_rate), bytes([step] * 32), average, step)
-        w.grad, b.grad = torch.tensor(average[:500].copy()), torch.tensor(average[500:].copy())
+        w.grad, b.grad = torch.tensor(average[:500].reshape(500, 1)), torch.tensor(average[500:].copy())
         theirs.step()
-    expected = torch.cat([w, b]).detach().numpy()
+    expected = torch.cat([w.flatten(), b]).detach().numpy()
     bound = 1e-5 if dtype == "float32" else 1e-13
     assert np.linalg.norm(state.parameters - expected) <= bound * np.linalg.norm(expected)
+
+
+def muon_state(dtype: str = "float32", kind: str = "muon", **settings: Any) -> RunState:
+    """A matrix of a layer, three experts of one, a filter, an embedding and a norm."""
+    tensors = (
+        ("layers.0.w.weight", (12, 20)),
+        ("layers.0.experts.weight", (3, 20, 8)),
+        ("layers.0.conv.weight", (20, 1, 4)),
+        ("embed.weight", (30, 4)),
+        ("layers.0.norm.weight", (8,)),
+    )
+    layout = VectorLayout(tensors, dtype)
+    rng = np.random.default_rng(0)
+    parameters = rng.standard_normal(layout.n_elements).astype(dtype)
+    state = RunState(run_with(Optimizer(kind=kind, momentum=0.95, **settings)), layout, parameters, 10**9)
+    state.measure()
+    return state
+
+
+def cut(vector: np.ndarray, state: RunState) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.tensor(vector[start:end].reshape(shape)) for name, shape, start, end in state.layout.tensor_ranges()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_muon_turns_matrices_of_layers_and_the_rest_has_adamw(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "BLOCK_ELEMENTS", 100)  # borders of blocks lie within tensors
+    state = muon_state(dtype, learning_rate=0.01, weight_decay=0.1, beta2=0.99)
+    theirs = {name: torch.nn.Parameter(values) for name, values in cut(state.parameters, state).items()}
+    moments = {name: list(cut(np.zeros_like(state.parameters), state).values()) for name in ("moment1", "moment2")}
+    rng = np.random.default_rng(1)
+    for step in range(1, 8):
+        average = rng.standard_normal(len(state.parameters)).astype(dtype)
+        state.apply(commit_for(state, average, 0.01), bytes([step] * 32), average, step)
+        for parameter, gradient in zip(theirs.values(), cut(average, state).values(), strict=True):
+            parameter.grad = gradient
+        take_step(state.run.recipe.optimizer, list(theirs), list(theirs.values()), moments, 0.01, step)
+    for name, ours in cut(state.parameters, state).items():
+        assert torch.allclose(ours, theirs[name].detach(), atol=1e-5), name
+
+
+def test_nesterov_looks_one_gradient_ahead() -> None:
+    """Dozat 2016, algorithm 2, with constant momentum, and AdamW's decay."""
+    optimizer = Optimizer(learning_rate=0.01, nesterov=True, beta1=0.8, beta2=0.9)
+    state = state_of(optimizer, 100, "float64")
+    expected, first, second = state.parameters.copy(), np.zeros(100), np.zeros(100)
+    rng = np.random.default_rng(1)
+    for step in range(1, 8):
+        average = rng.standard_normal(100)
+        state.apply(commit_for(state, average, 0.01), bytes([step] * 32), average, step)
+        first = 0.8 * first + 0.2 * average
+        second = 0.9 * second + 0.1 * average**2
+        ahead = 0.8 * first / (1 - 0.8 ** (step + 1)) + 0.2 * average / (1 - 0.8**step)
+        expected -= 0.01 * ahead / (np.sqrt(second / (1 - 0.9**step)) + 1e-8)
+    assert np.allclose(state.parameters, expected, rtol=1e-12)
+
+
+def test_a_step_of_muon_is_as_long_as_one_of_adamw_usually_is() -> None:
+    state = muon_state(learning_rate=0.01)
+    before = state.parameters[:240].copy()
+    average = np.random.default_rng(1).standard_normal(len(state.parameters)).astype(np.float32)
+    state.apply(commit_for(state, average, 0.01), bytes(32), average, 1)
+    step = before - state.parameters[:240]
+    assert 0.1 * 0.01 < np.sqrt(np.mean(step**2)) < 0.4 * 0.01
+    values = np.linalg.svd(step.reshape(12, 20), compute_uv=False)
+    assert values.max() / values.min() < 1.9, "every direction counts alike"
 
 
 def test_snapshot_stays_as_it_is_while_training_goes_on() -> None:
