@@ -43,7 +43,7 @@ from swarmd.values import Decision, count
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 2.0  # orders of the run's owner are followed within it
-KEPT_AVERAGES = 3  # as many vectors as parameters and AdamW's moments together
+KEPT_AVERAGES = 3  # on the disk: as many vectors as parameters and AdamW's moments together
 
 
 class Trainer:
@@ -104,6 +104,7 @@ class Trainer:
             why_idle=self.idleness.why_paused,
         )
         self.services = services
+        self._folder = folder
         self._source = source
         self._make_get = make_get
         self._announced_head = b""
@@ -158,7 +159,8 @@ class Trainer:
         """Get the model, and the newest state that this disk has."""
         self.why = "loading the model"
         layout, parameters = await source.open()
-        state = RunState(self.run_spec, layout, parameters, KEPT_AVERAGES * layout.n_bytes)
+        limit_bytes = KEPT_AVERAGES * layout.n_bytes
+        state = RunState(self.run_spec, layout, parameters, limit_bytes, self._folder.folder if self._folder else None)
         await self.services.off_loop(state.measure)
         await self.checkpoints.resume(state)
         get = self._make_get(layout, "incoming")

@@ -78,7 +78,7 @@ class Optimizer(RecipeTable, frozen=True):
 
     @property
     def price_of_delay(self) -> str:
-        """What it costs that gradients are one update late (benchmarks.delay), and what to do; "" where it is little."""
+        """What gradients that are one update late cost (benchmarks.delay), and what to do; "" where it is little."""
         if self.kind == "muon":
             return ""
         if self.kind == "sgd":

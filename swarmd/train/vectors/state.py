@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import math
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +27,8 @@ from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import Recipe, Run, is_matrix_of_layer
 from swarmd.train.vectors.optimizers import MatrixRange, OuterOptimizer, centre_of, outer_moments
 from swarmd.values import RunId
+
+logger = logging.getLogger(__name__)
 
 Vector = npt.NDArray[np.floating]
 DTYPES = {"float32": "F32", "float64": "F64"}
@@ -81,6 +86,8 @@ class Version:
 class RunState:
     """See the module. ``parameters`` may be shared with a worker: nobody reads it while ``apply`` runs.
 
+    Averages that others may have missed lie on the disk, in ``folder``, and in memory without one.
+
     Threads change it: a caller that needs several facts of one state takes ``version`` once.
     """
 
@@ -90,6 +97,7 @@ class RunState:
         layout: VectorLayout,
         parameters: Vector,
         average_limit_bytes: int,
+        folder: Path | None = None,
     ) -> None:
         self.run = run
         self.layout = layout
@@ -107,6 +115,7 @@ class RunState:
         self.averages: dict[int, Average] = {}
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
+        self._folder = folder
         matrices = [
             MatrixRange(start, end, shape, is_matrix_of_layer(name, shape))
             for name, shape, start, end in layout.tensor_ranges()
@@ -242,8 +251,21 @@ class RunState:
 
     def _keep_average(self, commit: Commit, average: Vector) -> None:
         n_kept = max(1, self._average_limit_bytes // max(1, average.nbytes))
-        averages = {**self.averages, commit.epoch: Average(self.run.id, commit, average)}
+        kept = average if self._folder is None else write_out(average, self._folder)
+        averages = {**self.averages, commit.epoch: Average(self.run.id, commit, kept)}
         self.averages = {epoch: averages[epoch] for epoch in sorted(averages)[-n_kept:]}
+
+
+def write_out(values: Vector, folder: Path) -> Vector:
+    """Return the same numbers as a file without a name, whose memory the system may take back; as they are in need."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            values.tofile(file)
+            file.flush()
+            return np.memmap(file, values.dtype, "r", shape=values.shape)
+    except OSError as error:
+        logger.warning("an average stays in memory: %s: %s", folder, error.strerror)
+        return values
 
 
 class Average:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,32 @@ def test_averages_are_kept_for_those_who_missed_them() -> None:
     assert kept.manifest.tensors[0].is_chunk(0, kept.read((0, 0)))
     with pytest.raises(Refused):
         kept.read((0, 1))
+
+
+def test_averages_that_others_may_have_missed_take_no_memory(tmp_path: Path) -> None:
+    layout = VectorLayout((("w", (N,)),), "float32")
+    state = RunState(run_with(Optimizer(kind="sgd")), layout, np.zeros(N, np.float32), 10**9, tmp_path)
+    state.measure()
+    averages = {step: np.full(N, step, np.float32) for step in (1, 2, 3)}
+    commits = {}
+    tracemalloc.start()
+    for step in averages:
+        commits[step] = commit_for(state, averages[step], 0.01)
+        state.apply(commits[step], bytes([step] * 32), averages[step].copy(), step)
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes < state.parameters.nbytes // 4
+    assert not [*tmp_path.iterdir()], "a kill leaves nothing behind"
+    for step, values in averages.items():
+        found = state.find(commits[step].average)
+        assert found is not None
+        assert found.read((0, 1)) == values[2**20 : 2**21].tobytes()
+
+
+def test_an_average_that_no_disk_takes_stays_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = np.arange(5.0)
+    assert states.write_out(values, tmp_path / "missing") is values
+    assert "an average stays in memory" in caplog.text
 
 
 def test_clip_factor() -> None:
