@@ -20,6 +20,9 @@ from swarmd.compute.passes.span import LoadedSpan, LoadOptions, cache_bytes_per_
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
 from swarmd.compute.serving.fine_tuning import Training
 from swarmd.compute.serving.rates import first_rates
+from swarmd.errors import ConfigError
+from swarmd.protocol.models.configuration import layout_of
+from swarmd.protocol.models.manifest import read_config
 from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured
 from swarmd.values import Span
 from swarmd.wire.tensors import DTYPES
@@ -39,15 +42,20 @@ def load_span(request: LoadSpan, signals: LoadSignals, kind: type[LoadedSpan] = 
         cache_folder=spill_folder(request),
         remembered=Measurements(Path(request.spill_folder) if request.spill_folder else None),
     )
-    span = kind(
-        Path(request.path),
-        Span(request.start, request.end),
-        DTYPES[request.dtype],
-        options,
-        signals.on_block,
-        signals.on_part,
-    )
-    span.self_test()
+    path = Path(request.path)
+    try:
+        span = kind(
+            path,
+            Span(request.start, request.end),
+            DTYPES[request.dtype],
+            options,
+            signals.on_block,
+            signals.on_part,
+        )
+        span.self_test()
+    except ConfigError as error:
+        said = layout_of(read_config(path)).describe()
+        raise ConfigError(f"{error}; of its blocks config.json says: {said}" if said else str(error)) from None
     return span
 
 

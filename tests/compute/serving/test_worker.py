@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,15 @@ import msgspec
 import pytest
 import torch
 
+from swarmd.compute.serving.engine import LoadSignals
+from swarmd.compute.serving.torch_engine import load_span
 from swarmd.compute.serving.worker import Worker, main
+from swarmd.errors import ConfigError
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire import worker as protocol
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import CloseSession, Op
+from tests import families
 
 
 class PlayedScheduler:
@@ -121,3 +127,18 @@ def test_becoming_quicker_takes_no_more_than_the_owners_share(monkeypatch: pytes
         worker._background = SimpleNamespace(step=step, news=[], is_done=False)  # type: ignore[assignment]
         worker._measure_while_idle()
         assert len(made_at) == 10, "a tenth of ten seconds"
+
+
+@pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
+def test_who_is_given_borders_that_do_not_fit_a_model_reads_of_them(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    folder = families.make_named("gemma4_text with shared keys", tmp_path)
+    families.lay_out(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["swarmd"]["first_layers"] = [0, 4]
+    (folder / "config.json").write_text(json.dumps(config))
+    request = protocol.LoadSpan(path=str(folder), model="m", start=1, end=2)
+    with pytest.raises(
+        ConfigError, match="unsupported family; of its blocks config.json says: they begin at layers 0, 4;"
+    ):
+        load_span(request, signals)
