@@ -43,7 +43,7 @@ def test_blocks_take_what_is_planned(family: str, quantize: str, tmp_path: Path)
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_matrices_that_no_kernel_of_few_bits_takes_stay_as_they_are(quantize: str, tmp_path: Path) -> None:
-    """torch's ends the process on rows that are no multiple of 16 numbers."""
+    """torch's kernel of 8 bits reads 16 numbers at a time."""
     folder = make("llama", tmp_path, {"intermediate_size": 40, "num_hidden_layers": 2})
     planned, _ = group_bytes(manifest.read_folder(folder), "float32", quantize)
     model: Any = skeleton.load(folder, Span(0, 2), torch.float32, quantize)
