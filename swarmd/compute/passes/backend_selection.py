@@ -35,6 +35,7 @@ from swarmd.compute.passes.candidates import (
     all_candidates,
 )
 from swarmd.compute.passes.span import SELF_TEST_TOLERANCE, LoadedSpan
+from swarmd.protocol.models.model_layout import EACH_LAYER
 from swarmd.values import Span
 
 logger = logging.getLogger(__name__)
@@ -248,9 +249,12 @@ class BackendSelection:
 
 
 def begin_selection(span: LoadedSpan) -> BackendSelection | None:
-    """Choose backends for passes through a whole span, from the beginning; None where sessions are computed alone."""
+    """Choose backends for passes through a whole span, from the beginning.
+
+    None where sessions are computed alone, or blocks are not of one layer that takes hidden states.
+    """
     ragged = span.ragged
-    if ragged is None:
+    if ragged is None or span.family.layout != EACH_LAYER:
         return None
     span.forget_backends()
     compute_dtype = torch.bfloat16 if span.options.is_rounded else span.dtype

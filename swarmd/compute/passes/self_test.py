@@ -19,7 +19,6 @@ from swarmd.compute.passes.backend import RaggedBackend
 from swarmd.compute.passes.family import PROBE_ERRORS, FamilyForward, PassInputs
 from swarmd.compute.passes.ragged import RaggedAttention, can_batch
 from swarmd.errors import ConfigError
-from swarmd.protocol.models.model_layout import EACH_LAYER
 from swarmd.values import Decision, Span
 
 ONE_BY_ONE_TOLERANCE = 1e-5  # on CPUs the same kernels compute the same numbers
@@ -174,8 +173,6 @@ class SelfTest:
     def find_batching(self, on_layer: Callable[[], None]) -> Decision[RaggedAttention | None]:
         """Let sessions be computed together if that gives what they give alone; the reason says why (not)."""
         config = self.family.config
-        if self.family.layout != EACH_LAYER:
-            return Decision(None, "one session at a time: this family's blocks are not of one layer and hidden states")
         if not can_batch(self._new_cache(self.family.span), config):
             why = "one session at a time: this family's layers keep more than plain keys and values"
             return Decision(None, why)
