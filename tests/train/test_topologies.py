@@ -12,6 +12,7 @@ from swarmd.plan.runs.topology import edges_of
 from swarmd.protocol.runs.recipe import Parts
 from swarmd.train.rounds.parts import InputSource, ReducedPart, chunk_elements
 from swarmd.train.rounds.round import Round
+from swarmd.train.rounds.round_progress import RoundProgress
 from swarmd.train.vectors.codecs import codec_of_parts
 from swarmd.train.vectors.state import Vector
 from swarmd.values import PeerId
@@ -40,13 +41,14 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.between: list[set[str]] = []
-        use = Round._use_group
+        begin = Round._begin_version
 
-        def used(live: Round, group: Any) -> None:
-            use(live, group)
+        def begun(live: Round, group: Any) -> RoundProgress:
+            progress = begin(live, group)
             self.between.append({group.members[child].peer for child, _ in edges_of(group).subtotals})
+            return progress
 
-        monkeypatch.setattr(Round, "_use_group", used)
+        monkeypatch.setattr(Round, "_begin_version", begun)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

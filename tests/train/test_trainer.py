@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import trio
@@ -10,6 +12,7 @@ from trio.testing import MockClock
 from swarmd.net.sim import SimLink
 from swarmd.protocol.runs.recipe import Batch, Optimizer
 from swarmd.train.gradients.source import ComputedGradients, InnerStep
+from swarmd.train.rounds.round import Round
 from swarmd.train.vectors.state import Snapshot
 from tests.train.world import replay, training
 
@@ -178,3 +181,16 @@ async def test_what_a_broken_channel_carried_is_sent_again(virtual_time: MockClo
             assert await world.until(broken) - broken_at < usual_s + 2.0
         assert not any(m.trainer.joining.counters.failed for m in world.trainers())
         assert all(len(peers) == 4 for peers in world.contributors(12))
+
+
+async def test_a_round_that_is_over_holds_no_numbers(virtual_time: MockClock) -> None:
+    """Not even until the next collection of garbage, which comes seldom and knows nothing of their size."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with training(seed=7, n=2) as world:
+            await world.until(8)
+            rounds = [each for each in gc.get_objects() if isinstance(each, Round)]
+    finally:
+        gc.enable()
+    assert len(rounds) <= 2, "one of each member, which is under way"

@@ -16,7 +16,7 @@ from swarmd.protocol.wire.rounds import Contribution, Reduced, Subtotal
 from swarmd.train.rounds.duties import Key
 from swarmd.train.rounds.groups import counted_of
 from swarmd.train.rounds.parts import ReducedPart
-from swarmd.train.rounds.round_progress import RoundProgress
+from swarmd.train.rounds.round_progress import PresentVersion, RoundProgress
 from swarmd.train.store.services import OffLoop, Wakeups
 from swarmd.train.vectors.codecs import Codec
 from swarmd.train.vectors.coded_sums import read_reduced, read_subtotal
@@ -37,19 +37,19 @@ class Arrival(Enum):
 
 
 class Receiving:
-    """See the module. ``parts``: what is added up here; ``progress``: the present version; ``news``: it has changed."""
+    """See the module. ``parts``: what is added up here; ``news``: the present version has changed."""
 
     def __init__(
         self,
         codec: Codec,
         parts: Mapping[Key, ReducedPart],
-        progress: Callable[[], RoundProgress],
+        present: PresentVersion,
         news: Wakeups,
         off_loop: OffLoop[Any],
     ) -> None:
         self._codec = codec
         self._parts = parts
-        self._progress = progress
+        self._present = present
         self._news = news
         self._off_loop = off_loop
 
@@ -69,7 +69,7 @@ class Receiving:
     async def _take_contribution(self, peer: PeerId, message: Contribution, payload: memoryview) -> Arrival:
         """Take a member's numbers for a part that is added up here."""
         part = await self._wait_for_part(message.part)
-        if part is None or not any(m.peer == peer and m.n for m in self._progress().group.members):
+        if part is None or not any(m.peer == peer and m.n for m in self._present.progress.group.members):
             raise OutOfStep(f"a contribution of {peer} from element {message.start} on, not added up here")
         if not part.lacks(peer, message.start, message.n_elements):
             return Arrival.NOTHING
@@ -92,14 +92,14 @@ class Receiving:
         if not part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             return Arrival.NOTHING
         fresh = await self._read_payload(read_subtotal, self._codec, payload, message.n_elements, source.n_contributors)
-        is_of_version = message.version == self._progress().group.version
+        is_of_version = message.version == self._present.progress.group.version
         if not is_of_version or not part.lacks(peer, message.start, message.n_elements, is_subtotal=True):
             return Arrival.NOTHING
         part.take(peer, message.start, fresh, payload, is_subtotal=True)
         return self._note_inputs(is_sound=part.incoming_from(peer, is_subtotal=True).is_sound)
 
     def _note_inputs(self, is_sound: bool) -> Arrival:
-        is_complete = not is_sound or self._progress().has_all_inputs
+        is_complete = not is_sound or self._present.progress.has_all_inputs
         return Arrival.COMPLETE if is_complete else Arrival.PROGRESS
 
     async def _take_reduced(self, peer: PeerId, message: Reduced, payload: memoryview) -> Arrival:
@@ -113,7 +113,7 @@ class Receiving:
         values = await self._read_payload(
             read_reduced, self._codec, payload, message.n_elements, len(counted), n_samples
         )
-        progress = self._progress()
+        progress = self._present.progress
         if progress.find_wanted_part(peer, message) is None:
             return Arrival.NOTHING
         is_sound = progress.keep_results(part, message.start, values, payload)
@@ -122,9 +122,9 @@ class Receiving:
     async def _wait_for_version(self, version: int) -> RoundProgress:
         """Wait for the word of a version, which comes by another channel; return the present one."""
         with trio.move_on_after(CHANGES_WITHIN_S):
-            while version > self._progress().group.version:
+            while version > self._present.progress.group.version:
                 await self._news.wait()
-        return self._progress()
+        return self._present.progress
 
     async def _wait_for_part(self, key: Key) -> ReducedPart | None:
         """Return a part that is added up here; wait for the group that gives it to this peer."""

@@ -24,7 +24,7 @@ from swarmd.train.rounds.duties import Key
 from swarmd.train.rounds.groups import counted_of
 from swarmd.train.rounds.parts import InputSource, ReducedPart, chunk_elements
 from swarmd.train.rounds.receiving import Arrival, Numbers, Receiving
-from swarmd.train.rounds.round_progress import RoundProgress, begin_version
+from swarmd.train.rounds.round_progress import PresentVersion, RoundProgress, begin_version
 from swarmd.train.rounds.sending import BEAT_INTERVAL_S, Sending
 from swarmd.train.store.services import OffLoop, Wakeups
 from swarmd.train.vectors.codecs import CodedVector, codec_of
@@ -50,7 +50,7 @@ from swarmd.values import PeerId
 class Round:
     """See the module. ``coded`` is this peer's contribution, or None; it must not change until the end.
 
-    ``progress``: how far this member is in the present version; ``moved_at``: when anything came or was added up.
+    ``moved_at``: when anything came or was added up.
     """
 
     def __init__(
@@ -75,16 +75,20 @@ class Round:
         self.moved_at = trio.current_time()
         self._beat_now = trio.Event()
         self._tasks = Tasks()
-        self.progress: RoundProgress
-        self._use_group(group)
+        self._present = PresentVersion(self._begin_version(group))
         self._sending = Sending(
             rpc,
             self._tasks,
             coded,
             self._chunk,
-            lambda: self.progress.ready_parts,
+            self._present,
         )
-        self._receiving = Receiving(self._codec, self._parts, lambda: self.progress, self._news, off_loop)
+        self._receiving = Receiving(self._codec, self._parts, self._present, self._news, off_loop)
+
+    @property
+    def progress(self) -> RoundProgress:
+        """How far this member is in the present version."""
+        return self._present.progress
 
     @property
     def group(self) -> Group:
@@ -109,7 +113,7 @@ class Round:
         """Take part in the group as the leader has changed it."""
         if group.round != self.group.round or group.version <= self.group.version:
             return
-        self._use_group(group)
+        self._present.progress = self._begin_version(group)
         self._sending.follow(group, self.progress.duties)
         self._note_progress()
 
@@ -144,11 +148,11 @@ class Round:
 
     # --- versions ----------------------------------------------------------------------------------------------
 
-    def _use_group(self, group: Group) -> None:
+    def _begin_version(self, group: Group) -> RoundProgress:
         """Begin a version of the group, from the contributions that are here."""
-        self.progress = begin_version(group, self._me, self._chunk, self._parts)
+        progress = begin_version(group, self._me, self._chunk, self._parts)
         own_contribution = (self._me, self._coded) if self._coded is not None else None
-        for start, end in self.progress.duties.sources:
+        for start, end in progress.duties.sources:
             known = self._parts.get((start, end))
             if known:
                 known.begin_again()
@@ -162,6 +166,7 @@ class Round:
                 total,
                 own_contribution,
             )
+        return progress
 
     # --- adding up and gathering ---------------------------------------------------------------------------------
 

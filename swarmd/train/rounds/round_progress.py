@@ -5,7 +5,7 @@ Another version begins anew, from the contributions that are here (train.rounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,6 @@ from swarmd.train.rounds.duties import Duties, Key, duties_of, has_all_inputs
 from swarmd.train.rounds.groups import counted_of
 from swarmd.train.rounds.heartbeats import HeartbeatState, make_heartbeat
 from swarmd.train.rounds.parts import MOST_SQUARES, ReducedPart, Result
-from swarmd.train.rounds.sending import ReadyParts
 from swarmd.train.vectors.codecs import Buffer
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
@@ -33,6 +32,14 @@ from swarmd.values import PeerId
 #
 # Each part's average comes in order, from one member (its bringer), so that one position says how far it is. Nothing is
 # counted twice: what does not begin at that position, or comes from another, is refused.
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyParts:
+    """What can be sent on of each part: sums that go up, averages that go down."""
+
+    sums: Mapping[Key, Sequence[Result]]
+    averages: Mapping[Key, Sequence[Result]]
 
 
 @dataclass(slots=True)
@@ -134,6 +141,17 @@ class RoundProgress:
             self.share,
             self.assent,
         )
+
+
+@dataclass(slots=True)
+class PresentVersion:
+    """How far a member is in the version that counts now.
+
+    What sends and what receives looks here, and not at the round that holds both: in a circle of references numbers
+    would stay until the next collection of garbage, which knows nothing of their size.
+    """
+
+    progress: RoundProgress
 
 
 def begin_version(

@@ -5,8 +5,7 @@ A peer that cannot be reached is tried again; what was under way when a channel 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 import trio
@@ -16,7 +15,7 @@ from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.protocol.wire.rounds import Contribution, Group, Reduced, Subtotal
 from swarmd.train.rounds.duties import Duties, Key
-from swarmd.train.rounds.parts import Result
+from swarmd.train.rounds.round_progress import PresentVersion
 from swarmd.train.store.services import Wakeups
 from swarmd.train.vectors.codecs import Buffer, CodedVector
 from swarmd.values import PeerId
@@ -24,16 +23,8 @@ from swarmd.values import PeerId
 BEAT_INTERVAL_S = 0.5  # a sign of life from who is slow, small beside any deadline
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyParts:
-    """What can be sent on of each part: sums that go up, averages that go down."""
-
-    sums: Mapping[Key, Sequence[Result]]
-    averages: Mapping[Key, Sequence[Result]]
-
-
 class Sending:
-    """See the module. ``coded``: this peer's contribution; ``ready`` says what can be sent on, ``news`` that it may."""
+    """See the module. ``coded``: this peer's contribution; ``news``: of ``present`` more can be sent on."""
 
     def __init__(
         self,
@@ -41,7 +32,7 @@ class Sending:
         tasks: Tasks,
         coded: CodedVector | None,
         chunk: int,
-        ready: Callable[[], ReadyParts],
+        present: PresentVersion,
     ) -> None:
         self.news = Wakeups()
         self._rpc = rpc
@@ -49,7 +40,7 @@ class Sending:
         self._tasks = tasks
         self._coded = coded
         self._chunk = chunk
-        self._ready = ready
+        self._present = present
         self._begun: set[tuple[str, PeerId]] = set()
         self._group: Group
         self._duties: Duties
@@ -146,7 +137,7 @@ class Sending:
     def _ready_subtotals(self, peer: PeerId) -> Iterator[tuple[Subtotal, Buffer]]:
         """Yield what goes up to a parent, as far as it is there."""
         group = self._group
-        ready = self._ready().sums
+        ready = self._present.progress.ready_parts.sums
         for key in self._duties.passes.get(peer, ()):
             for result in ready[key]:
                 message = Subtotal(
@@ -162,7 +153,7 @@ class Sending:
     def _ready_results(self, peer: PeerId) -> Iterator[tuple[Reduced, Buffer]]:
         """Yield what goes down to a child, as far as it is there."""
         group = self._group
-        ready = self._ready().averages
+        ready = self._present.progress.ready_parts.averages
         for part in self._duties.tells.get(peer, ()):
             for result in ready[part.start, part.end]:
                 message = Reduced(
