@@ -63,7 +63,7 @@ class Optimizer(RecipeTable, frozen=True):
 
     With Muon the rest, embedding and head among it, has AdamW, at the same rate: a step of Muon is as long as one of
     AdamW usually is (2502.16982, section 2.2). Weight decay is on matrices only, and decoupled. ``nesterov``: AdamW
-    steps as if the next gradient were as this one (Dozat 2016), which makes up for more than half of a delay.
+    steps as if the next gradient were as this one (Dozat 2016), which makes up for about half of a delay.
     """
 
     kind: Literal["sgd", "adamw", "muon"] = "adamw"
@@ -86,8 +86,8 @@ class Optimizer(RecipeTable, frozen=True):
         if self.nesterov:
             return ""
         return (
-            "AdamW learns 5 to 8 % less by gradients that are an update late: optimizer.nesterov = true makes up for "
-            'more than half of it, and kind = "muon" hardly loses'
+            "AdamW learns 8 to 10 % less by gradients that are an update late: optimizer.nesterov = true makes up for "
+            'about half of it, and kind = "muon" hardly loses'
         )
 
     @property
