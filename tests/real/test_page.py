@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 WAIT_MS = 60_000
 STRIKE_S = 5.0  # for an answer that has begun to go on
+LOOKS = 4  # at which a server has to have served more: one that checks an answer does so in one or two of them
 ON_FIRST_TEXT = """(act) => {
   const watch = new MutationObserver(() => {
     if (!document.querySelector(".turn.assistant .said")?.textContent) return;
@@ -137,15 +139,16 @@ def test_a_kill_is_shown_under_the_answer(browser: Browser) -> None:
         return [int(volunteer.ask("status")["server"]["tokens_served"]) for volunteer in browser.volunteers]
 
     def strike() -> None:
-        """Kill who serves more tokens from one look to the next: others check now and then what was answered."""
+        """Kill who serves more tokens from look to look: others check now and then, all at once, what was answered."""
         until = time.monotonic() + STRIKE_S
+        n_grown, now = Counter[int](), served()
         while not killed and time.monotonic() < until:
-            before, now = served(), served()
-            grown = [b - a for a, b in zip(before, now, strict=True)]
-            grown[0] = 0  # has the gateway
-            if max(grown):
-                killed.append(browser.volunteers[grown.index(max(grown))])
-                killed[0].signal(signal.SIGKILL, "both")
+            before, now = now, served()
+            n_grown.update(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if b > a and i)  # 0: the gateway
+            for victim, n in n_grown.most_common(1):
+                if n >= LOOKS:
+                    killed.append(browser.volunteers[victim])
+                    killed[0].signal(signal.SIGKILL, "both")
 
     page.expose_function("strike", strike)
     page.select_option("select[aria-label=Model]", "chatty")

@@ -12,7 +12,6 @@ Source of the idea: a control experiment.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import logging
@@ -353,8 +352,7 @@ def _trace_blocks(model: PreTrainedModel, layers: nn.ModuleList, seed: int) -> T
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        names = list(inspect.signature(type(layer).forward).parameters)[1:]
-        by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+        by_name = {**dict(zip(skeleton.argument_names(layer), args, strict=False)), **kwargs}
         first = next(iter(by_name)) if "hidden_states" not in by_name else "hidden_states"
         by_name = {"hidden_states": by_name.pop(first), **by_name}
         layer_inputs.append({name: _copy_value(value) for name, value in by_name.items()})
