@@ -19,8 +19,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from swarmd.home.models import bundled_folder
-from swarmd.protocol.runs.recipe import Optimizer, Recipe, Schedule, Stop, is_matrix_of_layer
-from swarmd.train.vectors.optimizers import MatrixRange, OuterOptimizer, outer_moments
+from swarmd.protocol.runs.recipe import Optimizer, Recipe, Schedule, Stop
+from swarmd.train.vectors.optimizers import OuterOptimizer, matrix_ranges, outer_moments
+from swarmd.train.vectors.state import VectorLayout
 
 N_ROWS = 6
 N_TOKENS = 32
@@ -44,19 +45,15 @@ class Learner:
         self.model: Any = AutoModelForCausalLM.from_config(config).float()
         named = list(self.model.named_parameters())
         self.vector = torch.cat([parameter.detach().flatten() for _, parameter in named])
-        matrices = []
-        start = 0
-        for name, parameter in named:
-            end = start + parameter.numel()
-            parameter.data = self.vector[start:end].view(parameter.shape)
-            if parameter.ndim > 1:
-                shape = tuple(parameter.shape)
-                matrices.append(MatrixRange(start, end, shape, is_matrix_of_layer(name, shape)))
-            start = end
+        layout = VectorLayout(tuple((name, tuple(parameter.shape)) for name, parameter in named), "float32")
+        for (_, parameter), (_, shape, start, end) in zip(named, layout.tensor_ranges(), strict=True):
+            parameter.data = self.vector[start:end].view(shape)
         schedule = Schedule(decay="cosine", warmup=20)
         self.recipe = Recipe("r", "m", "d", optimizer=optimizer, schedule=schedule, stop=Stop(updates))
         moments = {name: np.zeros(len(self.vector), np.float32) for name in outer_moments(self.recipe)}
-        self._optimizer = OuterOptimizer(self.recipe, self.vector.numpy(), moments, matrices)
+        self._optimizer = OuterOptimizer(
+            self.recipe, self.vector.numpy(), moments, matrix_ranges(layout.tensor_ranges())
+        )
 
     def gradient(self, rows: torch.Tensor) -> np.ndarray:
         """Return the clipped gradient of some rows [n, t + 1] at what the parameters are now."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import Ends
+from swarmd.compute.model.plain_config import read_config
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.values import Span
 from swarmd.wire.tensors import pack, unpack_untrusted
@@ -44,9 +44,7 @@ WIDE = {
     "vocab_size": 4096,
     "tie_word_embeddings": False,
 }
-CHANGED: dict[
-    str, dict[str, Any]
-] = {  # families of which the certification of mesh-llm (2026-07-28) says that 8 bits changed the next token
+CHANGED: dict[str, dict[str, Any]] = {
     **{key: {} for key in ("qwen2", "qwen3", "gemma3_text", "phi3", "glm4", "olmo", "stablelm", "smollm3")},
     "granite": {"attention_multiplier": 1 / 64},  # its default is no scale at all
     "gemma": {},  # passed there with float32 on the wire only
@@ -57,6 +55,7 @@ CHANGED: dict[
     "qwen3_next": {**families.EXPERTS, "linear_num_value_heads": 8, "linear_num_key_heads": 4},
     "minimax_m2": families.EXPERTS,
 }
+"""Families of which the certification of mesh-llm (2026-07-28) says that 8 bits changed the next token."""
 Code = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -108,7 +107,7 @@ def perplexity(logits: torch.Tensor, texts: Sequence[Sequence[int]]) -> float:
 def measure(folder: Path, texts: Sequence[Sequence[int]], is_trained: bool) -> list[str]:
     """How many next tokens each code changes, and for a trained model what becomes of its perplexity."""
     layout = families.lay_out(folder)
-    n = layout.n_blocks(int(json.loads((folder / "config.json").read_text()).get("num_hidden_layers") or N_LAYERS))
+    n = layout.n_blocks(skeleton.count_layers(read_config(folder)))
     bounds = [n * part // 4 for part in range(5)]
     options = LoadOptions(has_plain_layers=True)
     spans = [LoadedSpan(folder, Span(start, end), torch.float32, options) for start, end in itertools.pairwise(bounds)]

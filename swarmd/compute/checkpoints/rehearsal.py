@@ -291,12 +291,8 @@ def _compute_in_passes(
 
 def _entering_rows(span: LoadedSpan, trace: Trace) -> torch.Tensor:
     """What a client sends of the text that was traced."""
-    bands = {
-        band.name: [layer.inputs.get(band.name) for layer in trace] if band.kind == "each" else given
-        for band in span.family.layout.sidebands
-        for given in (trace[0].inputs.get(band.name),)
-    }
-    return span.family.format.pack(trace[0].inputs["hidden_states"].flatten(2), bands)
+    given = [layer.inputs for layer in trace]
+    return span.family.format.pack(given[0]["hidden_states"].flatten(2), given)
 
 
 def _error_of(span: LoadedSpan, rows: torch.Tensor, trace: Trace) -> float:

@@ -39,11 +39,11 @@ class RowFormat:
         """How many of the last numbers are digits of an id."""
         return ID_DIGITS if any(band.kind == "ids" for band in self.layout.sidebands) else 0
 
-    def pack(self, hidden: torch.Tensor, bands: Mapping[str, Any]) -> torch.Tensor:
-        """Make rows [b, t, width] of hidden states [b, t, hidden] and sidebands, by name.
+    def pack(self, hidden: torch.Tensor, given: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """Make rows [b, t, width] of hidden states [b, t, hidden] and what layers were ``given``, by name.
 
-        A sideband of kind ``each`` is a list of [b, t, size], one for each layer; what is not there yet is zeros.
-        Raises ConfigError for one that has another shape.
+        That of the first layer is enough where no sideband is of kind ``each``. What only a layer returns is zeros
+        before the first one. Raises ConfigError for a sideband that is not there, or has another shape.
         """
         if not self.layout.sidebands:
             return hidden
@@ -54,13 +54,13 @@ class RowFormat:
             if place.start > end:
                 parts.append(hidden.new_zeros(*shape, place.start - end))
             end = place.stop
-            value = bands.get(band.name)
-            if value is None:
+            values: list[Any] = [layer.get(band.name) for layer in (given if band.kind == "each" else given[:1])]
+            if values[0] is None:
                 if band.kind != "next":
                     raise ConfigError(f"{band.name} is needed beside hidden states, and inputs_embeds do not say it")
                 parts.append(hidden.new_zeros(*shape, end - place.start))
                 continue
-            numbers = _digits_of(value) if band.kind == "ids" else _flatten(value)
+            numbers = _digits_of(values[0]) if band.kind == "ids" else torch.cat(values, 2)
             if numbers.shape != (*shape, end - place.start):
                 raise ConfigError(f"{band.name} is {tuple(numbers.shape)}, expected {(*shape, end - place.start)}")
             parts.append(numbers.to(hidden.dtype))
@@ -142,10 +142,6 @@ def replace_argument(
 def argument_of(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
     """Return the value for ``name`` in a call; None where it is not given."""
     return kwargs[name] if name in kwargs else dict(zip(names, args, strict=False)).get(name)
-
-
-def _flatten(value: Any) -> torch.Tensor:
-    return torch.cat(list(value), 2) if isinstance(value, list | tuple) else value
 
 
 def _digits_of(ids: torch.Tensor) -> torch.Tensor:

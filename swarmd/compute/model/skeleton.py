@@ -138,7 +138,9 @@ class RemoteLayer(Stub):
         rows = hidden.flatten(2)
         if self._config is not None and self.bands:
             self._format = self._format or row_format(self._config, rows.shape[2])
-            rows = self._format.pack(rows, self._gather(args, kwargs))
+            self.collect(args, kwargs, is_first=not self.collects)
+            given, self._collected.layers = self._collected.layers, []
+            rows = self._format.pack(rows, given)
         out = self.call(rows)[..., : hidden.shape[2:].numel()]
         return self.wrap(out.reshape(*out.shape[:2], *hidden.shape[2:]))
 
@@ -149,16 +151,6 @@ class RemoteLayer(Stub):
         self._collected.layers.append(
             {band.name: argument_of(self._names, args, kwargs, band.name) for band in self.bands}
         )
-
-    def _gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return what all layers were given, by name; of kind ``each`` a list with a value for each layer."""
-        self.collect(args, kwargs, is_first=not self.collects)
-        layers, self._collected.layers = self._collected.layers, []
-        last = layers[-1]
-        return {
-            band.name: [layer[band.name] for layer in layers] if band.kind == "each" else last[band.name]
-            for band in self.bands
-        }
 
 
 class CollectingLayer(Stub):

@@ -220,11 +220,13 @@ class FamilyForward:
         zeros: dict[str, torch.Tensor] = {}
         for band in self.layout.sidebands:
             name = band.name if band.name in self._arguments else f"{band.name}s"
+            if name == "input_ids" or name not in self._arguments:  # ids are never given beside inputs_embeds
+                continue
             of_layers = (self.n_layers,) if band.kind == "each" else ()
             shape = (b, t) if band.kind == "ids" else (b, t, *of_layers, band.size)
             dtype = torch.long if band.kind == "ids" else self.dtype
             zeros[name] = torch.zeros(shape, dtype=dtype, device=self.device)
-        return {name: value for name, value in zeros.items() if name != "input_ids"}  # never beside inputs_embeds
+        return zeros
 
     def _pass_on(self, hidden: torch.Tensor) -> Any:
         return (hidden, *(None,) * (self.layer_arity - 1)) if self.layer_arity else hidden

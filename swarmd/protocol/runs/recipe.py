@@ -79,12 +79,10 @@ class Optimizer(RecipeTable, frozen=True):
     @property
     def price_of_delay(self) -> str:
         """What gradients that are one update late cost (benchmarks.delay), and what to do; "" where it is little."""
-        if self.kind == "muon":
+        if self.kind == "muon" or self.nesterov:
             return ""
         if self.kind == "sgd":
             return 'SGD learns a tenth less by gradients that are an update late: kind = "muon" hardly does'
-        if self.nesterov:
-            return ""
         return (
             "AdamW learns 8 to 10 % less by gradients that are an update late: optimizer.nesterov = true makes up for "
             'about half of it, and kind = "muon" hardly loses'

@@ -8,13 +8,13 @@ in the commit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from swarmd.protocol.runs.recipe import MUON_LENGTH, Diloco, Optimizer, Recipe
+from swarmd.protocol.runs.recipe import MUON_LENGTH, Diloco, Optimizer, Recipe, is_matrix_of_layer
 from swarmd.train.vectors.orthogonal import orthogonalise
 
 Vector = npt.NDArray[np.floating]
@@ -28,6 +28,15 @@ class MatrixRange:
     end: int
     shape: tuple[int, ...]
     is_of_layer: bool
+
+
+def matrix_ranges(tensors: Iterable[tuple[str, tuple[int, ...], int, int]]) -> list[MatrixRange]:
+    """Say where matrices lie, of tensors by name, shape, start and end (``VectorLayout.tensor_ranges``)."""
+    return [
+        MatrixRange(start, end, shape, is_matrix_of_layer(name, shape))
+        for name, shape, start, end in tensors
+        if len(shape) > 1
+    ]
 
 
 class OuterOptimizer:

@@ -24,8 +24,8 @@ from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.configuration import STATE
 from swarmd.protocol.models.manifest import CHUNK_BYTES, Entry, Manifest
 from swarmd.protocol.runs.commit import Commit
-from swarmd.protocol.runs.recipe import Recipe, Run, is_matrix_of_layer
-from swarmd.train.vectors.optimizers import MatrixRange, OuterOptimizer, centre_of, outer_moments
+from swarmd.protocol.runs.recipe import Recipe, Run
+from swarmd.train.vectors.optimizers import OuterOptimizer, centre_of, matrix_ranges, outer_moments
 from swarmd.values import RunId
 
 logger = logging.getLogger(__name__)
@@ -116,11 +116,7 @@ class RunState:
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
         self._folder = folder
-        matrices = [
-            MatrixRange(start, end, shape, is_matrix_of_layer(name, shape))
-            for name, shape, start, end in layout.tensor_ranges()
-            if len(shape) > 1
-        ]
+        matrices = matrix_ranges(layout.tensor_ranges())
         self._optimizer = OuterOptimizer(run.recipe, parameters, self.moments, matrices)
 
     @property

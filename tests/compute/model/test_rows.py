@@ -33,9 +33,13 @@ def bands(b: int, t: int) -> dict[str, Any]:
     }
 
 
+def given_to_layers(bands: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**bands, "per_layer": of_layer} for of_layer in bands["per_layer"]]
+
+
 def test_a_row_holds_all_that_layers_are_given() -> None:
     given, hidden = bands(2, 3), torch.randn(2, 3, 16)
-    rows = FORMAT.pack(hidden, given)
+    rows = FORMAT.pack(hidden, given_to_layers(given))
     assert rows.shape == (2, 3, FORMAT.width) == (2, 3, ALIGNMENT + ID_DIGITS)  # 16 + 3 + 5 + 4 * 2, then zeros
     assert torch.equal(FORMAT.hidden_of(rows), hidden)
     for layer in range(4):
@@ -54,7 +58,7 @@ def test_a_row_holds_all_that_layers_are_given() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_ids_survive_every_type_and_code(dtype: torch.dtype, codec: str) -> None:
     given = bands(2, 50)
-    rows = FORMAT.pack(100 * torch.randn(2, 50, 16), given).to(dtype)
+    rows = FORMAT.pack(100 * torch.randn(2, 50, 16), given_to_layers(given)).to(dtype)
     meta, payload = pack(rows, torch.zeros(2, 50, dtype=torch.int32), None, codec)
     received, _, _ = unpack_untrusted(meta, memoryview(payload))
     assert not FORMAT.refuses(received)
@@ -67,26 +71,28 @@ def test_digits_share_a_scale_with_nothing_else() -> None:
 
 
 def test_what_is_no_id_of_the_vocabulary_is_refused() -> None:
-    rows = FORMAT.pack(torch.zeros(1, 2, 16), bands(1, 2))
+    rows = FORMAT.pack(torch.zeros(1, 2, 16), given_to_layers(bands(1, 2)))
     for wrong in (0.5, -1.0, 4.0):
         spoiled = rows.clone()
         spoiled[0, 1, -2] = wrong
         assert FORMAT.refuses(spoiled) == "input_ids holds what is no id of a token"
-    beyond = FORMAT.pack(torch.zeros(1, 1, 16), {**bands(1, 1), "input_ids": torch.tensor([[VOCABULARY]])})
+    beyond = FORMAT.pack(
+        torch.zeros(1, 1, 16), given_to_layers({**bands(1, 1), "input_ids": torch.tensor([[VOCABULARY]])})
+    )
     assert FORMAT.refuses(beyond) == "input_ids holds id 250000, and the vocabulary has 250000 tokens"
 
 
 def test_what_a_client_lacks_or_has_in_another_shape_is_refused() -> None:
     with pytest.raises(ConfigError, match="input_ids is needed beside hidden states, and inputs_embeds do not say it"):
-        FORMAT.pack(torch.zeros(1, 2, 16), {**bands(1, 2), "input_ids": None})
+        FORMAT.pack(torch.zeros(1, 2, 16), given_to_layers({**bands(1, 2), "input_ids": None}))
     with pytest.raises(ConfigError, match=r"embedding is \(1, 2, 4\), expected \(1, 2, 5\)"):
-        FORMAT.pack(torch.zeros(1, 2, 16), {**bands(1, 2), "embedding": torch.zeros(1, 2, 4)})
+        FORMAT.pack(torch.zeros(1, 2, 16), given_to_layers({**bands(1, 2), "embedding": torch.zeros(1, 2, 4)}))
 
 
 def test_most_families_send_hidden_states_alone() -> None:
     plain, hidden = RowFormat(EACH_LAYER, 16, 4, VOCABULARY), torch.randn(1, 2, 16)
     assert plain.width == 16
-    assert plain.pack(hidden, {}) is hidden is plain.pass_on(hidden, hidden, ())
+    assert plain.pack(hidden, []) is hidden is plain.pass_on(hidden, hidden, ())
     assert not plain.refuses(hidden)
 
 
