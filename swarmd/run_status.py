@@ -47,6 +47,8 @@ class AuditsRow(Status, frozen=True, kw_only=True):
 class RunRow(Status, frozen=True, kw_only=True):
     """A training run that this daemon takes part in. Samples are rows of tokens; an update is an optimizer step.
 
+    In a run of stages each that is here has a row; ``stage`` is its number.
+
     ``measured_samples_per_s``: counted ones of all, over the latest updates; ``predicted``: by the plan that was asked
     for last. ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on,
     ``finished`` why it has come to its end.
@@ -92,6 +94,22 @@ class RunRow(Status, frozen=True, kw_only=True):
     worker: int | None = None
     failure: str = ""
     finished: str = ""
+    stage: int | None = None
+    stages: tuple[StageRow, ...] = ()
+
+
+class StageRow(Status, frozen=True, kw_only=True):
+    """One stage of a run: its blocks (the model's ends have none), how far it is, and who holds it.
+
+    ``samples``: towards the next update, of all its holders.
+    """
+
+    stage: int
+    first_block: int | None
+    end_block: int | None
+    update: int
+    samples: int
+    holders: tuple[str, ...]
 
 
 class OtherRunRow(Status, frozen=True, kw_only=True):
@@ -156,6 +174,7 @@ class JoinRunAnswer(Status, frozen=True, kw_only=True):
     run: str
     name: str
     role: str
+    stage: int | None = None
 
 
 class PauseRunAnswer(Status, frozen=True, kw_only=True):

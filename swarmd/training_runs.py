@@ -30,7 +30,9 @@ from swarmd.home.paths import Home
 from swarmd.importing import importing
 from swarmd.names import is_model_hash
 from swarmd.net import local
+from swarmd.plan.runs.stages import divide_blocks
 from swarmd.protocol.models import manifest
+from swarmd.protocol.models.configuration import count_layers, layout_of
 from swarmd.protocol.runs import recipe as recipes
 from swarmd.protocol.runs.recipe import Recipe, Run
 from swarmd.text_files import find_other_format, read_bytes, read_text
@@ -79,11 +81,13 @@ def start_run(
     recipe_path: Path,
     role: str = "train",
     *,
+    stage: int | None = None,
     again: bool = False,
     home: Home | None = None,
 ) -> StartedRun:
     """Check a recipe, pack its data, sign the run, and have this machine's daemon take part in it.
 
+    ``stage``: which of its stages this machine holds, where it has any; None: the one that lacks holders most.
     ``again``: start another run though one of this name is there; ``home``: None is the default one. Raises SwarmError.
     """
     home = home or Home.default()
@@ -108,11 +112,12 @@ def start_run(
     anchors = draft.anchors or (member.identity().peer_id,)
     if role == "anchor" and member.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
-    resolved = msgspec.structs.replace(draft, model=model, data=data, anchors=anchors)
+    stages = _divide_blocks(draft, source)
+    resolved = msgspec.structs.replace(draft, model=model, data=data, anchors=anchors, stages=stages)
     run = recipes.start_run(resolved, member.identity(), int(time.time()))
-    RunFolder(home.runs / run.id).keep_run(run, role)
+    RunFolder(home.runs / run.id).keep_run(run, "" if stages else role)  # stages have folders of their own
     _ask(home, "reload", "POST")
-    _ask(home, "train/join", "POST", name=run.id, role=role)
+    _ask(home, "train/join", "POST", name=run.id, role=role, stage="" if stage is None else str(stage))
     return StartedRun(run, n_rows)
 
 
@@ -179,6 +184,19 @@ def _load_outline(source: Path, recipe: Recipe) -> Outline:
     with importing():
         from swarmd.compute.runs.outline import read_outline
     return read_outline(source, recipe)
+
+
+def _divide_blocks(recipe: Recipe, source: Path) -> tuple[int, ...]:
+    """Return the first block of each stage that a recipe asks for; () for none. Raises ConfigError."""
+    if not recipe.is_in_stages:
+        return ()
+    written = manifest.read_config(source)
+    n_blocks = layout_of(written).n_blocks(count_layers(written))
+    try:
+        stages = recipe.stages
+        return stages if isinstance(stages, tuple) else divide_blocks(n_blocks, stages)
+    except ValueError as error:
+        raise ConfigError(f"stages: {error}") from None
 
 
 def _provide_model(home: Home, recipe: Recipe, source: Path) -> tuple[ModelId, Path]:

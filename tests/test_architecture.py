@@ -291,13 +291,14 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "passes": {"cache", "compiled", "cuda", "hardware", "linear", "model"},
         "checkpoints": {"cache", "llama_cpp", "model", "passes"},
         "serving": {"cache", "hardware", "llama_cpp", "model", "passes"},
-        "runs": {"hardware", "model"},
+        "runs": {"hardware", "model", "passes"},
     },
     "train": {
         "vectors": set(),
         "store": {"vectors"},
         "gradients": {"store", "vectors"},
         "rounds": {"store", "vectors"},
+        "stages": {"gradients", "store", "vectors"},
     },
     "client": {
         "links": set(),

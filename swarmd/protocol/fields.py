@@ -11,6 +11,9 @@ Name = Annotated[str, msgspec.Meta(max_length=128)]
 Weight = Annotated[float, msgspec.Meta(ge=0.01, le=100)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+MAX_STAGES = 32  # of blocks, of one run; each has a ledger of its own, which every anchor keeps
+Stage = Annotated[int, msgspec.Meta(ge=0, le=MAX_STAGES)]
+"""A stage of a run: of the model's ends (embedding and head) 0, of blocks from 1 on."""
 SessionKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=16_384)]
 Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarmd.train.gradients.computing import Computing
+from swarmd.train.stages.computing import StageComputing
 from swarmd.train.store.chronicle import Chronicle
 from swarmd.train.store.services import Wakeups
 
@@ -12,7 +13,7 @@ OWNER = "owner"  # of this machine; by their own word, not by a rule of theirs
 class Idleness:
     """See the module. Pauses are kept by who asked for them: one that ends leaves the others."""
 
-    def __init__(self, chronicle: Chronicle, computing: Computing, news: Wakeups) -> None:
+    def __init__(self, chronicle: Chronicle, computing: Computing | StageComputing, news: Wakeups) -> None:
         self._chronicle = chronicle
         self._computing = computing
         self._news = news

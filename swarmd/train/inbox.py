@@ -17,6 +17,7 @@ from swarmd.protocol.wire.messages import AnyMessage
 from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.rounds.joining import Joining
 from swarmd.train.rounds.receiving import Numbers
+from swarmd.train.stages.part import StagePart
 from swarmd.train.store import recovery
 from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.recovery import StateDonors
@@ -33,6 +34,7 @@ class RunInbox:
         audits: GradientAudits,
         tasks: Tasks,
         why_idle: Callable[[], str],
+        stage: StagePart | None = None,
     ) -> None:
         self.donors = StateDonors()
         self._chronicle = services.chronicle
@@ -42,6 +44,7 @@ class RunInbox:
         self._audits = audits
         self._tasks = tasks
         self._why_idle = why_idle
+        self._stage = stage
 
     def gone(self, peer: PeerId) -> None:
         """Note that a channel to a peer has ended."""
@@ -51,6 +54,8 @@ class RunInbox:
         """Answer what is about this run. Raises Refused or RemoteProtocolError."""
         peer = channel.peer
         self._members.vouch(peer)
+        if self._stage is not None and self._stage.holder.take(channel, message):
+            return
         if isinstance(message, Numbers):
             await self._joining.participation.take_numbers(channel, message, frame.payload)
         elif isinstance(message, rounds.Beat | rounds.Group | rounds.Check | rounds.Pulse):

@@ -21,7 +21,11 @@ from swarmd.protocol.runs.recipe import Run
 from swarmd.run_status import RunRow
 from swarmd.train.gradients.worker import WorkerSource
 from swarmd.train.report import report_run
+from swarmd.train.stages.holding import FindLocal
+from swarmd.train.stages.part import StagePorts
+from swarmd.train.stages.source import StageWorker
 from swarmd.train.store import recovery
+from swarmd.train.store.data import Data
 from swarmd.train.store.disk import RunFolder
 from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices
@@ -76,16 +80,22 @@ class RunsServices:
 
 
 class LocalRun:
-    """See the module. ``failure``: why its trainer had to end; what pauses a trainer holds for the next one as well."""
+    """See the module. ``failure``: why its trainer had to end; what pauses a trainer holds for the next one as well.
 
-    def __init__(self, services: RunsServices, run: Run, folder: RunFolder, resting: str) -> None:
+    ``find_local``: who holds other stages of the run in this daemon.
+    """
+
+    def __init__(
+        self, services: RunsServices, run: Run, folder: RunFolder, resting: str, find_local: FindLocal
+    ) -> None:
         self.run_spec = run
+        self._find_local = find_local
         self.failure = ""
         self.trainer: Trainer
         self._services = services
         self._folder = folder
         self._resting = resting
-        self._source: WorkerSource | None = None
+        self._source: WorkerSource | StageWorker | None = None
         self._scope = trio.CancelScope()
         self._make_trainer()
 
@@ -93,16 +103,23 @@ class LocalRun:
         services = self._services
         is_training = self._folder.role == "train"
         me = services.rpc.network.peer_id
-        self._source = (
-            WorkerSource(self.run_spec, services.supply, me, services.config.threads) if is_training else None
-        )
+        threads = services.config.threads
+        source: WorkerSource | None = None
+        ports: StagePorts | None = None
+        self._source = None
+        if is_training and self.run_spec.stage is None:
+            self._source = source = WorkerSource(self.run_spec, services.supply, me, threads)
+        elif is_training:
+            self._source = worker = StageWorker(self.run_spec, services.supply, threads)
+            ports = StagePorts(worker, Data(services.supply, self.run_spec), self._find_local)
         self.trainer = Trainer(
             services.for_trainer(),
             self.run_spec,
             self._folder.role,
-            self._source,
+            source,
             self._folder,
             self._make_getter,
+            ports,
         )
         self.trainer.idleness.pause(self._resting, "policy")
 

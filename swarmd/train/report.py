@@ -13,7 +13,17 @@ from swarmd.plan.runs.partition import PartitionMember
 from swarmd.plan.runs.synchronisation import Prediction, choose_setting
 from swarmd.plan.trust import gradient_audits
 from swarmd.protocol.membership.records import PeerRecord
-from swarmd.run_status import AuditsRow, PlanAnswer, PlanMemberRow, PlanSettingRow, RoundRow, RunPeerRow, RunRow
+from swarmd.protocol.runs.recipe import ENDS
+from swarmd.run_status import (
+    AuditsRow,
+    PlanAnswer,
+    PlanMemberRow,
+    PlanSettingRow,
+    RoundRow,
+    RunPeerRow,
+    RunRow,
+    StageRow,
+)
 from swarmd.train.synchronisation import predict_settings
 from swarmd.train.trainer import Trainer
 from swarmd.train.vectors.codecs import codec_of
@@ -37,7 +47,7 @@ def report_run(
     everybody = [*trainer.members.progress(now), me]
     total = progress.forecast_round(everybody, ledger.head, recipe.batch.target)
     return RunRow(
-        run=trainer.run_spec.id,
+        run=trainer.run_spec.whole,
         name=recipe.name,
         role=trainer.role,
         state=trainer.idleness.why() or "running",
@@ -52,7 +62,7 @@ def report_run(
         gathered=round(total.n_samples),
         target=recipe.batch.target,
         left_s=total.left_s,
-        samples_per_s=trainer.computing.workload.samples_per_s,
+        samples_per_s=trainer.computing.samples_per_s,
         anchors=tuple(trainer.chronicle.anchors),
         losses=tuple(ledger.losses()),
         samples=ledger.n_samples,
@@ -77,7 +87,36 @@ def report_run(
         worker=worker,
         failure=failure or trainer.checkpoints.trouble or trainer.memories.trouble or trainer.computing.trouble,
         finished=ledger.why_finished(),
+        stage=trainer.run_spec.stage,
+        stages=_stage_rows(trainer) if recipe.is_in_stages else (),
     )
+
+
+def _stage_rows(trainer: Trainer) -> tuple[StageRow, ...]:
+    """Say how far each stage of a run is, and who holds it, as records say."""
+    run = trainer.run_spec
+    me = trainer.record()
+    records = [r for r in trainer.services.view().in_run(run.whole) if r.peer != trainer.me or r.run != run.id]
+    rows = []
+    borders = (*run.recipe.first_blocks, None)
+    for part in run.stages:
+        assert part.stage is not None
+        here = [r for r in records if r.run == part.id]
+        holders = [(r.peer, r.epoch, r.n_samples) for r in here if r.role == "train"]
+        if part.id == run.id and trainer.role == "train":
+            holders.append((trainer.me, me["epoch"], me["n_samples"]))
+        is_ends = part.stage == ENDS
+        rows.append(
+            StageRow(
+                stage=part.stage,
+                first_block=None if is_ends else borders[part.stage - 1],
+                end_block=None if is_ends else borders[part.stage],
+                update=max((epoch for _, epoch, _ in holders), default=0),
+                samples=sum(n for _, _, n in holders),
+                holders=tuple(sorted(peer for peer, _, _ in holders)),
+            )
+        )
+    return tuple(rows)
 
 
 def _member_rows(trainer: Trainer, now: float) -> tuple[RunPeerRow, ...]:

@@ -14,7 +14,8 @@ from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
 from swarmd.plan.chains.view import MAX_RUNS
-from swarmd.protocol.runs.recipe import Run, RunOrder, is_called, sign_order
+from swarmd.plan.runs.stages import choose_stage
+from swarmd.protocol.runs.recipe import Run, RunOrder, is_called, read_run_untrusted, sign_order
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage
 from swarmd.run_status import (
@@ -29,6 +30,7 @@ from swarmd.run_status import (
 )
 from swarmd.train.local_run import LocalRun, RunsServices
 from swarmd.train.report import plan_round
+from swarmd.train.stages.holding import StageHolder
 from swarmd.train.store.disk import RunFolder, known_runs
 from swarmd.train.store.recovery import ask_run
 from swarmd.train.vectors.state import Average, Snapshot
@@ -65,47 +67,94 @@ class Runs:
 
     # --- what the control API asks -----------------------------------------------------------------------------
 
-    async def join(self, name: str, role: str) -> JoinRunAnswer:
-        """Take part in a run, by its name or the beginning of its hash. Raises SwarmError."""
+    async def join(self, name: str, role: str, stage: int | None = None) -> JoinRunAnswer:
+        """Take part in a run, by its name or the beginning of its hash; in one in stages, by holding one of them.
+
+        ``stage`` says which; None: the one that lacks holders most. Raises SwarmError.
+        """
         if role not in ROLES:
             raise ConfigError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
         if self._services.config.training_runs == "off":
             raise ConfigError('this machine takes no part in training: its setting "training_runs" is "off"')
         known_names = _names_on_disk(self._services.root)
-        known_names |= {RunId(r.run): r.name for r in self._directory.view().runs}
+        known_names |= {RunId(r.whole or r.run): r.name for r in self._directory.view().runs}
         run_id = _match_run(name, known_names)
-        if run_id in self._taken:
-            raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
-        if len(self._taken) >= MAX_RUNS:
-            raise ConfigError(f"this daemon takes part in {MAX_RUNS} runs, the most: swarmd train stop one first")
-        folder = self._services.folder_of(run_id)
-        if (folder.folder / "run.bin").is_file():
-            run = folder.run()
-            order = b""
-        else:
-            run, order = await ask_run(self._services.rpc, self._directory.view, run_id)
-        if run_id in self._taken:  # somebody was faster
-            return JoinRunAnswer(
-                run=run_id,
-                name=run.recipe.name,
-                role=self._taken[run_id].trainer.role,
-            )
-        if role == "anchor" and self._services.rpc.network.peer_id not in run.recipe.anchors:
+        run, order = await self._find_run(run_id)
+        me = self._services.rpc.network.peer_id
+        if role == "anchor" and me not in run.recipe.anchors:
             raise ConfigError("this peer is none of the run's anchors: join as train or reduce")
-        folder.keep_run(run, role)
-        if order:
-            folder.keep_order(order)
-        self._begin_run(run, folder)
-        return JoinRunAnswer(run=run_id, name=run.recipe.name, role=role)
+        parts = self._choose_parts(run, role, stage)
+        n_taken = len({taken.run_spec.whole for taken in self._taken.values()} | {run.whole})
+        if n_taken > MAX_RUNS:
+            raise ConfigError(f"this daemon takes part in {MAX_RUNS} runs, the most: swarmd train stop one first")
+        for part, part_role in parts:
+            await self._leave_part(part.id)
+            folder = self._services.folder_of(part.id)
+            folder.keep_run(part, part_role)
+            if order:
+                folder.keep_order(order)
+            self._begin_run(part, folder)
+        held = parts[0][0].stage
+        return JoinRunAnswer(run=run_id, name=run.recipe.name, role=role, stage=held)
+
+    async def _find_run(self, run_id: RunId) -> tuple[Run, bytes]:
+        """Find a run on this disk, or ask the swarm, with its owner's latest order. Raises SwarmError."""
+        for folder in known_runs(self._services.root).values():
+            with suppress(ConfigError):
+                run = folder.run()
+                if run.whole == run_id:
+                    return read_run_untrusted(run.raw), folder.order()
+        return await ask_run(self._services.rpc, self._directory.view, run_id)
+
+    def _choose_parts(self, run: Run, role: str, stage: int | None) -> list[tuple[Run, str]]:
+        """Choose which ledgers of a run this daemon keeps from now on, each in which role. Raises ConfigError."""
+        name = run.recipe.name
+        if not run.recipe.is_in_stages:
+            if stage is not None:
+                raise ConfigError(f"{name!r} is not in stages: every member trains the whole model")
+            if run.id in self._taken:
+                raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
+            return [(run, role)]
+        is_anchor = self._services.rpc.network.peer_id in run.recipe.anchors
+        signed = [(part, "anchor") for part in run.stages if is_anchor and part.id not in self._taken]
+        if role == "anchor":
+            if not signed:
+                raise ConfigError(f"this daemon takes part in {name!r} already: swarmd train status")
+            return signed
+        held = [p.stage for p in run.stages if p.id in self._taken and self._taken[p.id].trainer.role != "anchor"]
+        if stage is None:
+            speeds: dict[int, list[float]] = {p.stage: [] for p in run.stages if p.stage is not None}
+            for record in self._directory.view().in_run(run.whole):
+                if record.stage in speeds and record.role == "train":
+                    speeds[record.stage].append(record.samples_per_s)
+            mine = [s for s in held if s is not None]
+            if mine:
+                raise ConfigError(f"this daemon holds stage {mine[0]} of {name!r} already: --stage takes another one")
+            stage = choose_stage(speeds, mine).action
+        if stage in held:
+            raise ConfigError(f"this daemon holds stage {stage} of {name!r} already: swarmd train status")
+        try:
+            chosen = run.in_stage(stage)
+        except IntegrityError as error:
+            raise ConfigError(f"{error}: it has stages 0 to {len(run.stages) - 1}") from None
+        return [(chosen, role), *[(part, signs) for part, signs in signed if part.id != chosen.id]]
 
     async def leave(self, name: str) -> LeaveRunAnswer:
-        """Leave a run. The state stays on the disk."""
-        taken = self._find_taken(name)
-        run = taken.run_spec
-        lacks_anchors = await taken.leave()
-        self._taken.pop(run.id, None)
+        """Leave a run, with all of its stages that are here. The state stays on the disk."""
+        parts = self._find_parts(name)
+        run = parts[0].run_spec
+        lacks_anchors = False
+        for part in parts:
+            lacks_anchors |= await part.leave()
+            self._taken.pop(part.run_spec.id, None)
         self._directory.announce_soon()
-        return LeaveRunAnswer(run=run.id, left=True, name=run.recipe.name, lacks_anchors=lacks_anchors)
+        return LeaveRunAnswer(run=run.whole, left=True, name=run.recipe.name, lacks_anchors=lacks_anchors)
+
+    async def _leave_part(self, part: RunId) -> None:
+        """End what was done for a ledger in another role."""
+        taken = self._taken.pop(part, None)
+        if taken is not None:
+            await taken.leave()
 
     async def order(
         self,
@@ -116,8 +165,11 @@ class Runs:
         """As its owner: stop a run, let it go on, name other anchors, or (``back``) have it go back to a state that
         somebody has. Raises ConfigError for anybody else.
         """
-        trainer = self._find_taken(name).trainer
-        run_id = trainer.run_spec.id
+        parts = self._find_parts(name)
+        trainer = parts[0].trainer
+        run_id = trainer.run_spec.whole
+        if state == "back" and trainer.run_spec.recipe.is_in_stages:
+            raise ConfigError("a run in stages goes on from what each of its stages has: it need not be sent back")
         if trainer.run_spec.owner != self._services.identity.public_key:
             raise ConfigError("only who started the run can do that: swarmd train stop without --all leaves it")
         chronicle = trainer.chronicle
@@ -133,11 +185,12 @@ class Runs:
             back_to=chronicle.presence.find_earlier_state() if state == "back" else old.back_to,
         )
         raw = sign_order(order, self._services.identity)
-        try:
-            chronicle.take_order_untrusted(raw)
-        except IntegrityError as error:
-            raise ConfigError(str(error)) from None
-        await trio.to_thread.run_sync(self._services.folder_of(run_id).keep_order, raw)
+        for part in parts:
+            try:
+                part.trainer.chronicle.take_order_untrusted(raw)
+            except IntegrityError as error:
+                raise ConfigError(str(error)) from None
+            await trio.to_thread.run_sync(self._services.folder_of(part.run_spec.id).keep_order, raw)
         self._directory.announce_soon()
         return OrderAnswer(
             run=run_id,
@@ -147,7 +200,7 @@ class Runs:
 
     async def checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a run's present state to the disk."""
-        trainer = self._find_taken(name).trainer
+        trainer = self._find_part(name, "write a checkpoint").trainer
         path = await trainer.checkpoints.save(trainer.state)
         layout = trainer.state.layout.tensors if trainer.state is not None else ()
         return CheckpointAnswer(
@@ -160,8 +213,9 @@ class Runs:
         """List runs taken part in, and others that the swarm has."""
         view = self._directory.view()
         other_runs = []
-        run_ids = [RunId(r.run) for r in view.runs]
-        other_ids = [run_id for run_id in run_ids if run_id not in self._taken]
+        taken = {part.run_spec.whole for part in self._taken.values()}
+        run_ids = [RunId(r.whole or r.run) for r in view.runs]
+        other_ids = [run_id for run_id in run_ids if run_id not in taken]
         for run in dict.fromkeys(other_ids):
             records = view.in_run(run)
             update = max(r.epoch for r in records)
@@ -169,7 +223,7 @@ class Runs:
                 OtherRunRow(
                     run=run,
                     name=records[0].name,
-                    peers=len(records),
+                    peers=len({r.peer for r in records}),
                     update=update,
                 )
             )
@@ -181,15 +235,16 @@ class Runs:
 
     def plan(self, name: str) -> PlanAnswer:
         """Plan who would reduce what now, and how long a round is expected to take."""
-        trainer = self._find_taken(name).trainer
+        trainer = self._find_part(name, "plan").trainer
         return plan_round(trainer, self._directory.view().peers)
 
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
-        taken = self._find_taken(name)
-        taken.trainer.idleness.pause("paused here" if is_paused else "")
+        parts = self._find_parts(name)
+        for part in parts:
+            part.trainer.idleness.pause("paused here" if is_paused else "")
         self._directory.announce_soon()
-        return PauseRunAnswer(run=taken.trainer.run_spec.id, paused=is_paused)
+        return PauseRunAnswer(run=parts[0].run_spec.whole, paused=is_paused)
 
     def rest(self, reason: str) -> None:
         """Compute nothing for any run, for a reason; "" goes on."""
@@ -230,23 +285,38 @@ class Runs:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin_run(self, run: Run, folder: RunFolder) -> None:
-        self._taken[run.id] = LocalRun(self._services, run, folder, self._resting)
+        self._taken[run.id] = LocalRun(self._services, run, folder, self._resting, self._find_holder)
         self._tasks.start_soon(self._taken[run.id].keep_going)
 
-    def _find_taken(self, name: str) -> LocalRun:
-        """Find the run meant, of those taken part in. Raises ConfigError."""
-        taken = {run_id: run.run_spec.recipe.name for run_id, run in self._taken.items()}
+    def _find_holder(self, ledger: str) -> StageHolder | None:
+        """Find who holds a stage here, by the stage's ledger."""
+        taken = self._taken.get(RunId(ledger))
+        part = taken.trainer.stage if taken is not None else None
+        return part.holder if part is not None else None
+
+    def _find_parts(self, name: str) -> list[LocalRun]:
+        """Find the run meant, of those taken part in: it, or all of its stages that are here. Raises ConfigError."""
+        taken = {part.run_spec.whole: part.run_spec.recipe.name for part in self._taken.values()}
         on_disk = _names_on_disk(self._services.root)
         left_runs = {run_id: called for run_id, called in on_disk.items() if run_id not in taken}
-        return self._taken[choose_taken_run(name, taken, left_runs)]
+        chosen = choose_taken_run(name, taken, left_runs)
+        return [part for part in self._taken.values() if part.run_spec.whole == chosen]
+
+    def _find_part(self, name: str, verb: str) -> LocalRun:
+        """Find the run meant, where it is not in stages. Raises ConfigError."""
+        parts = self._find_parts(name)
+        if parts[0].run_spec.recipe.is_in_stages:
+            raise ConfigError(f"{parts[0].run_spec.recipe.name!r} is in stages, and there is nothing to {verb} yet")
+        return parts[0]
 
 
 def _names_on_disk(root: Path) -> dict[RunId, str]:
     """Return what the runs are called that this machine takes, or took, part in."""
     names = {}
-    for run_id, folder in known_runs(root).items():
+    for folder in known_runs(root).values():
         with suppress(ConfigError):
-            names[run_id] = folder.run().recipe.name
+            run = folder.run()
+            names[run.whole] = run.recipe.name
     return names
 
 

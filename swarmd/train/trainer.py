@@ -26,6 +26,9 @@ from swarmd.train.idleness import Idleness
 from swarmd.train.inbox import RunInbox
 from swarmd.train.rounds.joining import Joining
 from swarmd.train.rounds.leadership import LOOK_INTERVAL_S
+from swarmd.train.stages.computing import StageComputing
+from swarmd.train.stages.part import StagePart, StagePorts
+from swarmd.train.stages.source import StageSource
 from swarmd.train.store.catching_up import CatchingUp
 from swarmd.train.store.checkpoints import StateCheckpoints
 from swarmd.train.store.chronicle import Chronicle
@@ -47,7 +50,7 @@ KEPT_AVERAGES = 3  # on the disk: as many vectors as parameters and AdamW's mome
 
 
 class Trainer:
-    """See the module. ``role`` is train, reduce or anchor; only the first has a ``source``."""
+    """See the module. ``role`` is train, reduce or anchor; only the first has a ``source``, or a ``stage``'s."""
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Trainer:
         source: GradientSource | None,
         folder: RunFolder | None,
         make_get: Callable[[VectorLayout, str], Get],
+        stage: StagePorts | None = None,
     ) -> None:
         self.run_spec = run
         self.role = role
@@ -65,6 +69,7 @@ class Trainer:
         self.state: RunState | None = None
         self.members = Members(
             run.id,
+            run.whole,
             self.me,
             services.view,
             services.rpc.network.learn,
@@ -80,7 +85,11 @@ class Trainer:
             self.record,
         )
         self.ledger = self.chronicle.ledger
-        self.computing = Computing(services, self.ledger, self._news)
+        self.computing: Computing | StageComputing
+        if run.stage is None:
+            self.computing = Computing(services, self.ledger, self._news)
+        else:
+            self.computing = StageComputing(services, self.ledger, self._news)
         self.idleness = Idleness(self.chronicle, self.computing, self._news)
         self.work = self.computing.work
         self.pace = RunPace()
@@ -111,7 +120,12 @@ class Trainer:
         self.memories = Memories(services, run.recipe, folder)
         self.checkpoints = StateCheckpoints(self.ledger, folder, self._news, services.off_loop)
         self._tasks = Tasks()
-        self.inbox = RunInbox(self._member_services, self.joining, self.audits, self._tasks, self.idleness.why)
+        self.stage: StagePart | None = None
+        if stage is not None and isinstance(self.computing, StageComputing):
+            self.stage = StagePart(self._member_services, self.computing, self._tasks, stage)
+        self.inbox = RunInbox(
+            self._member_services, self.joining, self.audits, self._tasks, self.idleness.why, self.stage
+        )
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -128,7 +142,11 @@ class Trainer:
         async with trio.open_nursery() as nursery, self._tasks.open():
             await nursery.start(self.joining.run)
             task_status.started()
-            if self._source is not None:
+            if self.stage is not None:
+                state = await self._load_model(self.stage.source)
+                feedback, _ = await self.memories.recall(state)
+                nursery.start_soon(self.stage.run, state, feedback)
+            elif self._source is not None and isinstance(self.computing, Computing):
                 state = await self._load_model(self._source)
                 feedback, memory = await self.memories.recall(state)
                 nursery.start_soon(
@@ -155,7 +173,7 @@ class Trainer:
                 if not news.is_set():
                     await self._news.wait(LOOK_INTERVAL_S)
 
-    async def _load_model(self, source: GradientSource) -> RunState:
+    async def _load_model(self, source: GradientSource | StageSource) -> RunState:
         """Get the model, and the newest state that this disk has."""
         self.why = "loading the model"
         layout, parameters = await source.open()
@@ -204,6 +222,9 @@ class Trainer:
         else:
             decision = self._decide_action(self.state)
             self.why = decision.reason
+            if self.stage is not None and decision.action is Action.STAY:
+                await self.catching_up.stay(decision.reason)
+                return
             if decision.action is Action.CATCH_UP:
                 await self._follow_others()
             elif decision.action is Action.JOIN_ROUND:
@@ -221,16 +242,18 @@ class Trainer:
             epoch,
             head,
             n_samples=self.work.n,
-            samples_per_s=self.computing.workload.samples_per_s,
+            samples_per_s=self.computing.samples_per_s,
             audit_left=self.computing.workload.audit_left,
         )
 
     def _decide_action(self, state: RunState) -> Decision[Action]:
         """Decide by ``plan.runs.progress``, if nothing that only this peer knows speaks against it."""
         other_members = self.members.progress(trio.current_time())
-        decision = progress.decide_action(
-            self.progress(state.epoch, state.head), other_members, self.run_spec.recipe.batch.target
-        )
+        me = self.progress(state.epoch, state.head)
+        if self.stage is not None:
+            decision = self.stage.decide_action(me, other_members)
+        else:
+            decision = progress.decide_action(me, other_members, self.run_spec.recipe.batch.target)
         if decision.action is not Action.CATCH_UP and self.joining.leadership.is_called:
             return Decision(Action.JOIN_ROUND, "others have begun the round")
         if decision.action is Action.JOIN_ROUND and self.joining.following.is_early(trio.current_time()):
@@ -328,8 +351,10 @@ class Trainer:
             "state": state.root if state else b"",
             "n_averages": len(self.state.averages) if self.state else 0,
             "n_samples": self.work.n,
-            "samples_per_s": 0.0 if self.idleness.why() else self.computing.workload.samples_per_s,
+            "samples_per_s": 0.0 if self.idleness.why() else self.computing.samples_per_s,
             "audit_left": self.computing.workload.audit_left,
             "can_be_dialled": self.services.can_be_dialled(),
             "order": self.chronicle.order_raw,
+            "whole": self.run_spec.whole if self.run_spec.stage is not None else "",
+            "stage": self.run_spec.stage,
         }

@@ -86,8 +86,8 @@ def source(tmp_path: Path) -> Iterator[Callable[[Callable[[Compute], Message | N
 
     yield make
     for one in made:
-        assert one._memory is not None
-        one._memory._file.close()
+        assert one._worker.memory is not None
+        one._worker.memory._file.close()
 
 
 async def test_a_worker_that_ends_twice_of_the_same_samples_says_why_and_is_not_started_again(source: Any) -> None:

@@ -29,11 +29,17 @@ Role = Annotated[
     str, typer.Option("--role", help="train (computes), reduce (averages only) or anchor (signs commits only).")
 ]
 
+Stage = Annotated[
+    int | None,
+    typer.Option("--stage", help="In a run in stages: which to hold; 0 is embedding and head. Left out: the neediest."),
+]
+
 
 @app.command("start")
 def start(
     recipe: Annotated[Path, typer.Argument(help="A recipe in TOML; docs/training.md explains it.")],
     role: Role = "train",
+    stage: Stage = None,
     again: Annotated[bool, typer.Option("--again", help="Start another run though one of this name is there.")] = False,
 ) -> None:
     """Check a recipe, pack its data, sign the run, and take part in it.
@@ -42,7 +48,7 @@ def start(
     """
     from swarmd import training_runs
 
-    started = training_runs.start_run(recipe, role, again=again, home=home())
+    started = training_runs.start_run(recipe, role, stage=stage, again=again, home=home())
     run_id = started.run.id
     resolved = started.run.recipe
     print(f"{resolved.name}: run {run_id}")
@@ -54,15 +60,17 @@ def start(
 
 
 @app.command("join")
-def join(run: RunName = "", role: Role = "train") -> None:
-    """Take part in a run of the swarm.
+def join(run: RunName = "", role: Role = "train", stage: Stage = None) -> None:
+    """Take part in a run of the swarm; in one in stages, by holding the stage that lacks holders most, or --stage.
 
     Example: swarmd train join demo-run
     """
     from swarmd.run_status import JoinRunAnswer
 
-    part = ask(JoinRunAnswer, "train/join", "POST", timeout_s=60.0, name=run, role=role)
-    print(f"takes part in {part.name} ({part.run[:12]}) as {role}: swarmd train status shows how it goes")
+    chosen = {} if stage is None else {"stage": str(stage)}
+    part = ask(JoinRunAnswer, "train/join", "POST", timeout_s=60.0, name=run, role=role, **chosen)
+    holds = "" if part.stage is None or role != "train" else f", holding stage {part.stage}"
+    print(f"takes part in {part.name} ({part.run[:12]}) as {role}{holds}: swarmd train status shows how it goes")
 
 
 @app.command("stop")

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import mmap
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +26,33 @@ from swarmd.compute.model.plain_config import building, read_config
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.inner_steps import take_step
 from swarmd.compute.runs.lora import with_recipe_lora
-from swarmd.errors import ConfigError
+from swarmd.compute.runs.shared_vectors import DTYPES, SharedVectors
+from swarmd.compute.runs.stages import TrainedStage
+from swarmd.errors import ConfigError, RemoteProtocolError
 from swarmd.protocol.models import shards
 from swarmd.protocol.runs.recipe import AGAIN, LOCAL, Recipe, read_run_untrusted
+from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import Frame, FrameDecoder
 from swarmd.protocol.wire.worker import (
     Compute,
     ComputeAgain,
     ComputedRows,
+    ComputeStage,
     LoadRun,
     MapRun,
     RunLoaded,
     RunMapped,
+    StageComputed,
+    StageInputs,
     WorkerFailed,
 )
 from swarmd.weights.folder import MANIFEST
+from swarmd.wire.micro_batches import pieces
 
 _RECEIVE_BYTES = 1 << 20  # a micro-batch of token ids and much more
 TRIED_TOKENS = 16  # of each row, to find out whether gradients repeat
 REPEATS_WITHIN = 0.01  # of the gradient's norm: a fifth of what an audit allows, and more than rounding
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 # Who writes where. All vectors lie one after the other in one shared file, and each has the layout of the model:
@@ -69,26 +73,19 @@ class TrainedModel:
     ) -> None:
         self.model = model.train().to(device)
         self._recipe = recipe
-        self.dtype = DTYPES[recipe.precision]
-        self.parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._vectors = SharedVectors(model, recipe.precision, device)
         self._device = device
         self._balance_factor = balance_factor(model)
-        self._shared: dict[str, torch.Tensor] = {}
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the trained parameters, in the order in which they lie in a vector."""
-        return [(name, tuple(parameter.shape)) for name, parameter in self.parameters]
+        return self._vectors.layout
 
     def map(self, path: Path, init: bool) -> None:
         """Use shared memory (Recipe.shared_vectors). With ``init`` the parameters go there, else come from it."""
-        self._shared = self._map_vectors(path, self._recipe.shared_vectors)
-        if init:
-            initial = torch.cat([p.detach().flatten() for _, p in self.parameters])
-            self._shared["parameters"].copy_(initial)
-        if self._device == "cpu":  # one and the same memory: what the daemon writes is what is computed with
-            for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
-                parameter.data = values
+        working = LOCAL if self._recipe.steps_inside else "parameters"
+        self._vectors.map(path, self._recipe.shared_vectors, working, init)
 
     def compute(
         self,
@@ -98,11 +95,11 @@ class TrainedModel:
         is_fresh: bool,
     ) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to the other sum, and write it to ``into``."""
-        self._fetch_parameters()
+        self._vectors.fetch_parameters()
         loss = self._run_backward(rows, seed)
-        sums = self._cut_vector(self._shared[f"sum{into}"])
-        previous_sums = self._cut_vector(self._shared[f"sum{1 - into}"])
-        parameters = [parameter for _, parameter in self.parameters]
+        sums = self._vectors.cut(self._vectors.shared[f"sum{into}"])
+        previous_sums = self._vectors.cut(self._vectors.shared[f"sum{1 - into}"])
+        parameters = [parameter for _, parameter in self._vectors.parameters]
         for parameter, total, previous in zip(parameters, sums, previous_sums, strict=True):
             gradient = torch.zeros_like(total) if parameter.grad is None else parameter.grad.to("cpu")
             if is_fresh:
@@ -119,11 +116,11 @@ class TrainedModel:
         path: Path,
     ) -> float:
         """Add the gradient of the summed loss of ``rows`` [n, t + 1] to a sum, both on other memory (AGAIN)."""
-        vectors = self._map_vectors(path, AGAIN)
-        with self._using_parameters(self._cut_vector(vectors["parameters"])):
+        vectors = self._vectors.map_vectors(path, AGAIN)
+        with self._using_parameters(self._vectors.cut(vectors["parameters"])):
             loss = self._run_backward(rows, seed)
-            sums = self._cut_vector(vectors["sum"])
-            for (_, parameter), total in zip(self.parameters, sums, strict=True):
+            sums = self._vectors.cut(vectors["sum"])
+            for (_, parameter), total in zip(self._vectors.parameters, sums, strict=True):
                 if parameter.grad is not None:
                     total += parameter.grad.to("cpu")
                 parameter.grad = None
@@ -151,7 +148,7 @@ class TrainedModel:
         """Compute the gradient of the summed loss of some rows, flat, on the CPU."""
         for batch in batches:
             self._run_backward(batch, seed)
-        with_gradient = [p for _, p in self.parameters if p.grad is not None]
+        with_gradient = [p for _, p in self._vectors.parameters if p.grad is not None]
         flat = torch.cat([p.grad.flatten().to("cpu") for p in with_gradient])  # type: ignore[union-attr]
         for parameter in with_gradient:
             parameter.grad = None
@@ -160,28 +157,15 @@ class TrainedModel:
     @contextlib.contextmanager
     def _using_parameters(self, pieces: list[torch.Tensor]) -> Iterator[None]:
         """Compute on other parameters for a while."""
-        originals = [parameter.data for _, parameter in self.parameters]
+        originals = [parameter.data for _, parameter in self._vectors.parameters]
         try:
-            for (_, parameter), piece in zip(self.parameters, pieces, strict=True):
+            for (_, parameter), piece in zip(self._vectors.parameters, pieces, strict=True):
                 parameter.data = piece.to(self._device)
             yield
         finally:
-            for (_, parameter), values in zip(self.parameters, originals, strict=True):
+            for (_, parameter), values in zip(self._vectors.parameters, originals, strict=True):
                 parameter.data = values
                 parameter.grad = None
-
-    def _map_vectors(
-        self,
-        path: Path,
-        names: tuple[str, ...],
-    ) -> dict[str, torch.Tensor]:
-        """Map vectors of the layout that lie one after the other in shared memory; they keep it mapped."""
-        n = sum(math.prod(shape) for _, shape in self.layout)
-        with path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), len(names) * n * self.dtype.itemsize)
-        numbers = torch.frombuffer(memory, dtype=self.dtype)
-        vectors = torch.split(numbers, n)
-        return dict(zip(names, vectors, strict=True))
 
     def step(
         self,
@@ -194,41 +178,30 @@ class TrainedModel:
 
         Returns their summed loss. A card has copies of those: what the daemon reads is brought back each time.
         """
-        self._fetch_parameters()
+        self._vectors.fetch_parameters()
         micro = self._recipe.batch.micro
         losses = []
         for start in range(0, len(rows), micro):
             losses.append(self._run_backward(rows[start : start + micro], seed + start))
         loss = sum(losses)
-        parameters: list[torch.Tensor] = [p for _, p in self.parameters]
+        parameters: list[torch.Tensor] = [p for _, p in self._vectors.parameters]
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad /= len(rows)
         moments = {}
         for name in self._recipe.optimizer.moments:
-            pieces = self._cut_vector(self._shared[name])
+            pieces = self._vectors.cut(self._vectors.shared[name])
             moments[name] = [piece.to(self._device) for piece in pieces]
-        names = [name for name, _ in self.parameters]
+        names = [name for name, _ in self._vectors.parameters]
         take_step(self._recipe.optimizer, names, parameters, moments, learning_rate, number)
         if self._device != "cpu":
             computed = {**moments, LOCAL: [p.detach() for p in parameters]}
             for name, pieces in computed.items():
-                shared_pieces = self._cut_vector(self._shared[name])
+                shared_pieces = self._vectors.cut(self._vectors.shared[name])
                 for shared_piece, piece in zip(shared_pieces, pieces, strict=True):
                     shared_piece.copy_(piece)
         return loss
-
-    def _working_pieces(self) -> list[torch.Tensor]:
-        """Return the parameters that gradients are computed at, as the daemon sees them."""
-        return self._cut_vector(self._shared[LOCAL if self._recipe.steps_inside else "parameters"])
-
-    def _fetch_parameters(self) -> None:
-        """Bring what the daemon may have changed to a card, which has a copy."""
-        if self._device != "cpu":
-            with torch.no_grad():
-                for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
-                    parameter.copy_(values)
 
     def _run_backward(self, rows: torch.Tensor, seed: int) -> float:
         """Add the gradients of the summed loss of ``rows`` [n, t + 1], which is returned, to the parameters'."""
@@ -249,12 +222,6 @@ class TrainedModel:
         loss = losses.view(len(rows), -1).mean(1).sum()
         unbalanced = getattr(output, "aux_loss", None) if self._balance_factor else None
         return loss if unbalanced is None else loss + self._balance_factor * unbalanced
-
-    def _cut_vector(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a vector into views of the parameters' shapes."""
-        shapes = [shape for _, shape in self.layout]
-        pieces = torch.split(vector, [math.prod(shape) for shape in shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def build(path: Path, recipe: Recipe) -> nn.Module:
@@ -295,23 +262,47 @@ class GradientWorker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._trained: TrainedModel
+        self._stage: TrainedStage
+        self._maps: Callable[[Path, bool], None]
+        self._pieces: list[memoryview] = []
 
     def run(self) -> None:
         decoder = FrameDecoder()
         while data := self._connection.recv(_RECEIVE_BYTES):
             for frame in decoder.feed_untrusted(data):
-                self._connection.sendall(self._answer_frame(frame))
+                for answer in self._answer_frame(frame):
+                    self._connection.sendall(answer)
 
-    def _answer_frame(self, frame: Frame) -> bytes:
+    def _answer_frame(self, frame: Frame) -> Iterator[bytes]:
         message: Any = worker.decode(frame.header)
         if isinstance(message, LoadRun):
             try:
-                return self._load_run(message, bytes(frame.payload))
+                yield self._load_run(message, bytes(frame.payload))
             except (ConfigError, torch.OutOfMemoryError) as error:
-                return messages.encode_frame(WorkerFailed(message=str(error)[:4000]))
-        if isinstance(message, MapRun):
-            self._trained.map(Path(message.path), message.init)
-            return messages.encode_frame(RunMapped())
+                yield messages.encode_frame(WorkerFailed(message=str(error)[:4000]))
+        elif isinstance(message, MapRun):
+            self._maps(Path(message.path), message.init)
+            yield messages.encode_frame(RunMapped())
+        elif isinstance(message, ComputeStage):
+            self._pieces.append(frame.payload)
+            if message.part[0] + 1 == message.part[1]:
+                yield from self._compute_stage(message)
+        else:
+            yield self._compute(message, frame)
+
+    def _compute_stage(self, message: ComputeStage) -> Iterator[bytes]:
+        raw = b"".join(self._pieces)
+        self._pieces = []
+        try:
+            inputs = decode(raw, StageInputs, "what a stage takes")
+            loss, result = self._stage.compute(message, inputs)
+        except (RemoteProtocolError, torch.OutOfMemoryError) as error:
+            yield messages.encode_frame(StageComputed(failure=str(error)[:500]))
+            return
+        for number, n, piece in pieces(result):
+            yield messages.encode_frame(StageComputed(loss, part=(number, n)), piece)
+
+    def _compute(self, message: Any, frame: Frame) -> bytes:
         assert isinstance(message, Compute | ComputeAgain), "the daemon sends nothing else"
         ids = torch.frombuffer(bytearray(frame.payload), dtype=torch.int32)
         rows = ids.long().view(message.n, -1)
@@ -340,8 +331,14 @@ class GradientWorker:
         use_threads(message.threads)
         recipe = read_run_untrusted(raw).recipe
         device = pick_device()
+        if message.stage is not None:
+            self._stage = TrainedStage(Path(message.path), recipe, message.stage, device)
+            self._maps = self._stage.map
+            described = RunLoaded(device=device_description(device)[0])
+            return messages.encode_frame(described, msgspec.msgpack.encode(self._stage.layout))
         model = build(Path(message.path), recipe)
         self._trained = TrainedModel(model, recipe, device)
+        self._maps = self._trained.map
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         loaded = RunLoaded(
             device=device_description(device)[0],

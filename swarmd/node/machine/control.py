@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 import swarmd.run_status as run_status
 import swarmd.status as answers
-from swarmd.errors import SwarmError
+from swarmd.errors import ConfigError, SwarmError
 from swarmd.member_status import PeersAnswer
 from swarmd.net.api import TaskStatus
 from swarmd.net.http import serve_http
@@ -42,7 +42,7 @@ class RunControl(Protocol):
 
     def pause(self, name: str, is_paused: bool) -> run_status.PauseRunAnswer: ...
 
-    async def join(self, name: str, role: str) -> run_status.JoinRunAnswer: ...
+    async def join(self, name: str, role: str, stage: int | None = None) -> run_status.JoinRunAnswer: ...
 
     async def leave(self, name: str) -> run_status.LeaveRunAnswer: ...
 
@@ -138,6 +138,13 @@ def _order_run(daemon: ControlServices, query: Query) -> Awaitable[Status]:
     return daemon.runs.order(query["name"], query["state"], anchors)
 
 
+def _join_run(daemon: ControlServices, query: Query) -> Awaitable[Status]:
+    stage = query["stage"]
+    if stage and not stage.isdecimal():
+        raise ConfigError(f"a stage is a number from 0 on, not {stage!r}")
+    return daemon.runs.join(query["name"], query["role"], int(stage) if stage else None)
+
+
 def _pause_run(daemon: ControlServices, query: Query) -> Status:
     return daemon.runs.pause(query["name"], True)
 
@@ -166,7 +173,7 @@ VERBS = (
     _post("down", answers.DownAnswer, lambda d, q: answers.DownAnswer(stopping=True)),
     _get("train", run_status.RunsAnswer, lambda d, q: d.runs.status()),
     _get("train/plan", run_status.PlanAnswer, lambda d, q: d.runs.plan(**q), "name"),
-    _post("train/join", run_status.JoinRunAnswer, lambda d, q: d.runs.join(**q), "name", "role"),
+    _post("train/join", run_status.JoinRunAnswer, _join_run, "name", "role", "stage"),
     _post("train/pause", run_status.PauseRunAnswer, _pause_run, "name"),
     _post("train/unpause", run_status.PauseRunAnswer, _unpause_run, "name"),
     _post("train/leave", run_status.LeaveRunAnswer, lambda d, q: d.runs.leave(**q), "name"),

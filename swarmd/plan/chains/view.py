@@ -17,6 +17,7 @@ import msgspec
 from swarmd.config import MAX_HOSTED
 from swarmd.errors import ConfigError, NoRoute
 from swarmd.plan.links.dialing import IpNetwork, is_reachable_from
+from swarmd.protocol.fields import MAX_STAGES
 from swarmd.protocol.membership.catalog import MAX_USES, Catalog, Right
 from swarmd.protocol.membership.identity import Membership
 from swarmd.protocol.membership.records import AnyRecord, PeerRecord, RunRecord, SpanRecord, VerifiedRecord
@@ -25,7 +26,7 @@ from swarmd.values import Decision, ModelId, PeerId, RunId, Span, count, ranges
 
 MAX_RECORDS = 20_000  # 300 bytes each: 6 MB, and a swarm of thousands
 MAX_RUNS = 7  # that one daemon takes part in at a time
-MAX_RECORDS_OF_A_PEER = 1 + MAX_HOSTED + MAX_RUNS  # itself, what it serves and the runs it takes part in
+MAX_RECORDS_OF_A_PEER = 1 + MAX_HOSTED + MAX_RUNS + MAX_STAGES  # itself, what it serves, its runs, stages of one
 MAX_PEERS_OF_A_VOUCHER = MAX_USES  # that announce themselves at a time: a larger group takes several invites
 MAX_RECORDS_OF_A_VOUCHER = 512  # of all whom one invite, or one member, has brought in
 MAX_SENT = 4_096  # records in one exchange; the rest follows in the next
@@ -65,7 +66,11 @@ class SwarmView:
     out_of_reach: tuple[SpanRecord, ...] = ()
 
     def in_run(self, run: RunId) -> list[RunRecord]:
-        """Who takes part in a training run."""
+        """Who takes part in a training run, in any of its stages."""
+        return [r for r in self.runs if run in (r.run, r.whole)]
+
+    def in_ledger(self, run: RunId) -> list[RunRecord]:
+        """Who keeps a ledger: that of a run, or of one of its stages."""
         return [r for r in self.runs if r.run == run]
 
     def serving(self, model: ModelId) -> list[SpanRecord]:

@@ -24,6 +24,7 @@ class Action(Enum):
     CONTINUE = "continue"
     JOIN_ROUND = "join_round"
     CATCH_UP = "catch_up"
+    STAY = "stay"  # of a stage: end an update to which it has nothing to give
 
 
 @dataclass(frozen=True, slots=True)

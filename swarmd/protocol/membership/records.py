@@ -13,7 +13,7 @@ import msgspec
 
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.names import MAX_MEMBER_NAME
-from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Text
+from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Stage, Text
 from swarmd.protocol.membership.identity import (
     Identity,
     Membership,
@@ -134,7 +134,7 @@ class RunRecord(Record, tag="run", frozen=True):
     ``role`` is train, reduce or anchor. ``head`` is the digest of commit ``epoch``; its state is that of
     ``state_epoch`` (None: it has none), with the hash ``state``, and ``n_averages`` earlier ones are kept.
     ``order`` is the owner's latest, signed by it. ``audit_left``: samples of others that it computes again before more
-    of its own, at ``samples_per_s``.
+    of its own, at ``samples_per_s``. In a run of stages ``run`` is the stage's ledger, ``whole`` the run.
     """
 
     run: Name = ""
@@ -151,6 +151,8 @@ class RunRecord(Record, tag="run", frozen=True):
     can_be_dialled: bool = True
     order: Annotated[bytes, msgspec.Meta(max_length=4_096)] = b""
     audit_left: Count = 0
+    whole: Name = ""
+    stage: Stage | None = None
 
 
 AnyRecord = PeerRecord | SpanRecord | RunRecord

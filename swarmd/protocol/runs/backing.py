@@ -22,6 +22,7 @@ from swarmd.protocol.runs.commit import (
     Ballot,
     Commit,
     CountedContribution,
+    Draws,
     Finite,
     Size,
 )
@@ -49,6 +50,7 @@ class ContributionShare(msgspec.Struct, frozen=True, array_like=True):
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     late: Count = 0
     anew: bool = False
+    draws: Draws = ()
 
     def counted(self, peer: PeerId) -> CountedContribution:
         """As a commit says it."""
@@ -144,8 +146,9 @@ def check_shares_untrusted(commit: Commit, shares: tuple[ContributionShare, ...]
             raise IntegrityError(f"a commit counts of {peer[-8:]} what it did not sign")
     late = commits.omit_if_all_zero([share.late for share in shares])
     anew = commits.omit_if_all_zero([share.anew for share in shares])
-    if (commit.late, commit.anew) != (late, anew):
-        raise IntegrityError("a commit says of its contributors what they did not sign: what is late, who began anew")
+    draws = commits.omit_if_all_zero([share.draws for share in shares])
+    if (commit.late, commit.anew, commit.draws) != (late, anew, draws):
+        raise IntegrityError("a commit says of its contributors what they did not sign: what is late, anew or drawn")
 
 
 def is_sum_right(shares: tuple[ContributionShare, ...], of_average: Sums, rounding: float = 0.0) -> bool:
@@ -166,5 +169,7 @@ def is_sum_right(shares: tuple[ContributionShare, ...], of_average: Sums, roundi
 
 def _encode_statement(share: ContributionShare, parent: bytes, state: bytes, average: bytes) -> bytes:
     fields = (share.first, share.n, share.loss, share.squares, share.sums, b"")
-    optional_fields = (share.late, share.anew) if share.late or share.anew else ()
+    optional_fields: tuple[object, ...] = (share.late, share.anew) if share.late or share.anew or share.draws else ()
+    if share.draws:
+        optional_fields = (*optional_fields, share.draws)
     return msgspec.msgpack.encode((parent, state, average, (*fields, *optional_fields)))

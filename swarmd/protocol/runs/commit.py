@@ -24,13 +24,25 @@ from swarmd.values import PeerId
 
 MAX_CONTRIBUTORS = 256  # of one update; their signatures travel with each commit
 MAX_COMMIT_BYTES = 65_536  # as the frame's header allows for 256 contributors
-T = TypeVar("T", bool, int)
+MAX_DRAW_RANGES = 512  # of one contributor: as many micro-batches, each from a driver that was interrupted
+T = TypeVar("T")
 _DOMAIN = b"swarmd commit 1\0"
 Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 Size = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 AnchorPlace = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ANCHORS)]
 Ballot = tuple[Count, Name]
 """A number, and who proposes under it: totally ordered, never shared."""
+
+
+class DrawRange(msgspec.Struct, frozen=True, array_like=True):
+    """Draws ``first`` to ``first + n`` (exclusive) of one driver, that a stage has added up."""
+
+    driver: Name
+    first: Count
+    n: Count
+
+
+Draws = Annotated[tuple[DrawRange, ...], msgspec.Meta(max_length=MAX_DRAW_RANGES)]
 
 
 class CountedContribution(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +62,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     the state that it is applied to. The gradient that is applied is the average times ``clip``. ``late``: how many
     draws of each contributor, its first ones, were computed on the state before ``state``; ``anew``: who has nothing
     left from draws that were counted before (steps of its own, what was rounded off). () where that is so of none.
+    ``draws``: in a run of stages, whose draws each contributor has added up; its own count is of those.
     """
 
     run: Digest
@@ -64,6 +77,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     restores: bytes = b""
     late: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     anew: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    draws: Annotated[tuple[Draws, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
 
     @property
     def n_samples(self) -> int:
@@ -124,12 +138,15 @@ def read_body_untrusted(body: bytes) -> Commit:
     has_both_or_none = bool(commit.contributors) == bool(commit.restores)
     if has_both_or_none or any(counted.n < 1 for counted in commit.contributors):
         raise IntegrityError("a commit either counts samples or restores an earlier state")
-    for values in (commit.late, commit.anew):
+    for values in (commit.late, commit.anew, commit.draws):
         if values != omit_if_all_zero(values) or len(values) not in (0, len(commit.contributors)):
-            raise IntegrityError("a commit says of each contributor what is late or anew, or of none")
+            raise IntegrityError("a commit says of each contributor what is late, anew or drawn, or of none")
     for late, counted in zip(commit.late, commit.contributors, strict=False):
         if late > counted.n:
             raise IntegrityError("a commit with more late draws than it counts")
+    for draws, counted in zip(commit.draws, commit.contributors, strict=False):
+        if sum(drawn.n for drawn in draws) != counted.n:
+            raise IntegrityError("a commit with other draws than it counts")
     is_average_right = len(commit.average) in (0, 32)
     is_restored_right = len(commit.restores) in (0, 32)
     if not (is_average_right and is_restored_right and len(commit.state) == 32):

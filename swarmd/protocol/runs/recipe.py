@@ -7,6 +7,7 @@ bytes is the run's identity. ``RunOrder`` is what its owner says later: stop, go
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import msgspec
 from swarmd.config import read_toml as read_any_toml
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.names import is_model_hash, require_name
-from swarmd.protocol.fields import Count, Digest, Name, Text
+from swarmd.protocol.fields import MAX_STAGES, Block, Count, Digest, Name, Text
 from swarmd.protocol.membership.identity import Identity, PublicKey, Signature, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
 from swarmd.values import PeerId, RunId
@@ -29,6 +30,7 @@ ALL_LINEAR = "all-linear"  # PEFT's word for every linear module but the head
 MAX_ANCHORS = 31  # a majority of them signs each commit
 AGAIN = ("parameters", "sum")  # shared vectors where somebody's draws are computed once more
 LOCAL = "local"  # a peer's own parameters, where it takes steps by itself
+ENDS = 0  # the stage of embedding and head; the stages of blocks are counted from 1
 _OF_CODECS = {  # which codecs a key of [parts] is for
     "keep": ("topk",),
     "rank": ("powersgd",),
@@ -46,12 +48,15 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X becomes a X + (b A + c A A) X, A 
 DEFAULT_AUDIT = 32  # 3 % of what a run computes, once its members are known
 _RUN_DOMAIN = b"swarmd run 1\0"
 _ORDER_DOMAIN = b"swarmd run order 1\0"
+_STAGE_DOMAIN = b"swarmd run stage 1\0"
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 CodecName = Literal["none", "float16", "int8", "topk", "powersgd", "significance"]
 Steps = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 Anchors = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ANCHORS)]
+NumberOfStages = Annotated[int, msgspec.Meta(ge=1, le=MAX_STAGES)]
+FirstBlocks = Annotated[tuple[Block, ...], msgspec.Meta(max_length=MAX_STAGES)]
 
 
 class RecipeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -179,6 +184,8 @@ class Recipe(RecipeTable, frozen=True):
     ``robust``: contributions are clipped round the momentum (train.vectors.clipping).
     ``audit``: one contribution in so many is computed again by another member (plan.trust.gradient_audits); 0: none.
     Runs of before say nothing; where a file says nothing, it is ``DEFAULT_AUDIT`` if it can be.
+    ``stages``: the first block of each stage where no member holds all of the model; in a file, how many stages.
+    ``activations``: how hidden states travel between them; gradients come back in int8 where that is int4.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -200,10 +207,37 @@ class Recipe(RecipeTable, frozen=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
     audit: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
     robust: Literal["none", "clip"] = "none"
+    stages: NumberOfStages | FirstBlocks = ()
+    activations: Literal["none", "float16", "int8", "int4"] = "none"
+
+    @property
+    def first_blocks(self) -> tuple[int, ...]:
+        """The first block of each stage of blocks; () where every member trains the whole model."""
+        return self.stages if isinstance(self.stages, tuple) else ()
+
+    @property
+    def is_in_stages(self) -> bool:
+        """Do members train a stage of the model each?"""
+        return self.stages != ()
+
+    @property
+    def why_not_in_stages(self) -> str:
+        """Why members cannot train a stage each; "" when they can."""
+        if self.train != "all":
+            return 'train = "lora" is small: every member holds all of it'
+        if self.synchronisation != "step":
+            return f'synchronisation = "{self.synchronisation}" is not possible yet, expected "step"'
+        if self.precision != "float32":
+            return f'precision = "{self.precision}" does not travel between stages, expected "float32"'
+        if self.robust != "none":
+            return f'robust = "{self.robust}" is not possible yet, expected "none"'
+        return ""
 
     @property
     def why_not_audited(self) -> str:
         """Why what its members give cannot be computed again by others; "" when it can."""
+        if self.is_in_stages:
+            return "what a stage adds up comes of what other stages sent it, which nobody keeps"
         if self.steps_inside:
             return "diloco's inner moments are each peer's own"
         if self.parts.codec in _OF_CODECS["decay"]:
@@ -234,6 +268,8 @@ class Recipe(RecipeTable, frozen=True):
     @property
     def shared_vectors(self) -> tuple[str, ...]:
         """What daemon and training worker share: the run's parameters first, then what the worker writes."""
+        if self.is_in_stages:
+            return ("parameters", "sum")
         if self.steps_inside:
             return ("parameters", LOCAL, *self.optimizer.moments)
         return ("parameters", "sum0", "sum1")
@@ -282,11 +318,31 @@ class Run:
     owner: bytes
     started_at: int
     raw: bytes
+    stage: int | None = None
+    """Which stage's ledger ``id`` names, in a run whose members train a stage each."""
+
+    @property
+    def whole(self) -> RunId:
+        """The run that this is a stage of, or itself."""
+        return RunId(hashlib.sha256(self.raw).hexdigest())
 
     @property
     def genesis(self) -> bytes:
         """What the first commit names as its parent."""
         return bytes.fromhex(self.id)
+
+    def in_stage(self, stage: int) -> Run:
+        """One stage of it: a ledger, rounds and states of its own. Raises IntegrityError when it has none such."""
+        if not 0 <= stage <= len(self.recipe.first_blocks) or not self.recipe.first_blocks:
+            raise IntegrityError(f"the run {self.recipe.name!r} has no stage {stage}")
+        name = hashlib.sha256(_STAGE_DOMAIN + bytes.fromhex(self.whole) + stage.to_bytes(2, "big"))
+        return dataclasses.replace(self, id=RunId(name.hexdigest()), stage=stage)
+
+    @property
+    def stages(self) -> list[Run]:
+        """Its stages, embedding and head first; the run itself where every member trains the whole model."""
+        n = len(self.recipe.first_blocks)
+        return [self.in_stage(stage) for stage in range(n + 1)] if n else [self]
 
 
 def read_toml(path: Path) -> Recipe:
@@ -314,6 +370,8 @@ def read_toml(path: Path) -> Recipe:
     if recipe.robust != "none" and recipe.why_not_clipped:
         reason = recipe.why_not_clipped
         raise ConfigError(f'{path}: robust = "{recipe.robust}" cannot be: {reason}; expected "none"')
+    if recipe.is_in_stages and recipe.why_not_in_stages:
+        raise ConfigError(f"{path}: stages cannot be: {recipe.why_not_in_stages}")
     if recipe.audit and recipe.why_not_audited:
         raise ConfigError(f"{path}: audit = {recipe.audit} cannot be: {recipe.why_not_audited}; expected 0")
     if "audit" not in written and not recipe.why_not_audited:
@@ -329,6 +387,8 @@ def _explain_unused(recipe: Recipe, written: dict[str, Any]) -> str:
     steps = recipe.stop.steps
     if "diloco" in written and not recipe.steps_inside:
         return f'[diloco] needs synchronisation = "diloco", got "{recipe.synchronisation}"'
+    if "activations" in written and not recipe.is_in_stages:
+        return "activations travel between stages: stages says how many, got none"
     if "lora" in written and recipe.train != "lora":
         return f'[lora] needs train = "lora", got "{recipe.train}"'
     if recipe.train == "lora" and not recipe.lora.targets:
@@ -399,6 +459,11 @@ def read_run_untrusted(raw: bytes) -> Run:
         public_key_of_untrusted(anchor)
     if recipe.train == "lora" and not recipe.lora.targets:
         raise IntegrityError("a run that trains LoRA names the modules (lora.targets)")
+    first_blocks = recipe.first_blocks
+    if first_blocks != tuple(sorted(set(first_blocks))) or first_blocks[:1] not in ((), (0,)):
+        raise IntegrityError("a run names the first blocks of its stages in order, from 0 on")
+    if recipe.is_in_stages and (not first_blocks or recipe.why_not_in_stages):
+        raise IntegrityError("a run whose stages cannot be")
     run_id = RunId(hashlib.sha256(raw).hexdigest())
     return Run(run_id, recipe, envelope.owner, body.started_at, raw)
 
@@ -448,7 +513,7 @@ def read_order_untrusted(raw: bytes, run: Run) -> RunOrder:
     order = decode(envelope.body, RunOrder, "a run's order", IntegrityError)
     if len(order.earlier) != max(0, order.generation - 1):
         raise IntegrityError("an order that does not name the anchors of each generation")
-    if order.run != run.id or len(set(order.anchors)) != len(order.anchors):
+    if order.run != run.whole or len(set(order.anchors)) != len(order.anchors):
         raise IntegrityError("an order of another run, or one that names an anchor twice")
     for anchor in order.anchors:
         public_key_of_untrusted(anchor)

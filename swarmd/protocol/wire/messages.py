@@ -31,7 +31,7 @@ from swarmd.protocol.fields import (
     Text,
     Weight,
 )
-from swarmd.protocol.wire import frames, rounds, tuning
+from swarmd.protocol.wire import frames, rounds, stages, tuning
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
 PIECE_BYTES = 64 * 1024  # of zeros: one record of Noise
@@ -460,6 +460,12 @@ Known = (
     | rounds.Check
     | rounds.Pulse
     | rounds.Contradict
+    | stages.StageForward
+    | stages.StageBackward
+    | stages.StageDone
+    | stages.StageForget
+    | stages.WantActivations
+    | stages.ActivationsAre
 )
 
 

@@ -7,12 +7,12 @@ daemon carries ``id`` and its answer ``re``, in the one id space of its link (no
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from swarmd.errors import RemoteProtocolError
-from swarmd.protocol.fields import Block, Count, Message, Name, Request, SessionKey, Text
+from swarmd.protocol.fields import Block, Count, Message, Name, Part, Request, SessionKey, Stage, Text
 from swarmd.protocol.wire import messages, tuning
 
 FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -150,10 +150,11 @@ class Ending(Message, tag="ending", frozen=True):
 
 
 class LoadRun(Message, tag="load_run", frozen=True):
-    """Daemon to worker: load the model to be trained; the payload is the recipe, as it was signed."""
+    """Daemon to worker: load the model to be trained, or one stage of it; the payload is the recipe, as signed."""
 
     path: FilePath = ""
     threads: Threads = 0
+    stage: Stage | None = None
 
 
 class RunLoaded(Message, tag="run_loaded", frozen=True):
@@ -209,6 +210,41 @@ class ComputedRows(Message, tag="computed", frozen=True):
     loss: float = 0.0
 
 
+class ComputeStage(Message, tag="compute_stage", frozen=True):
+    """Daemon to worker: one pass of a micro-batch through a stage; its payload is ``StageInputs``.
+
+    Of blocks: ``forward``, and ``backward``, which adds the gradients of the stage's parameters to its sum. Of a
+    model's ends: ``embed``, ``head``, which gives the gradient by what left the last block, and ``add``, which adds the
+    gradients of both ends. ``is_fresh``: the sum begins anew with it.
+    """
+
+    act: Literal["forward", "backward", "embed", "head", "add"] = "forward"
+    batch: Text = ""
+    is_fresh: bool = False
+    seed: Count = 0
+    part: Part = (0, 1)
+
+
+class StageInputs(msgspec.Struct, frozen=True, array_like=True):
+    """What a pass takes: int32 token ids [n, t + 1], what came forward, what came back (wire.activations)."""
+
+    n: Count = 0
+    ids: bytes = b""
+    forward: bytes = b""
+    backward: bytes = b""
+
+
+class StageComputed(Message, tag="stage_computed", frozen=True):
+    """Worker to daemon: the payload is what goes forward or back; ``loss`` is the rows' sum, nats a token each.
+
+    ``failure``: why it could not be computed of what came; nothing was added then.
+    """
+
+    loss: float = 0.0
+    failure: Text = ""
+    part: Part = (0, 1)
+
+
 WorkerMessage = (
     LoadSpan
     | Loaded
@@ -230,6 +266,8 @@ WorkerMessage = (
     | Compute
     | ComputeAgain
     | ComputedRows
+    | ComputeStage
+    | StageComputed
     | messages.Refusal
     | messages.OpenSession
     | messages.CloseSession

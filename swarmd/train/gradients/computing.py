@@ -181,6 +181,11 @@ class Computing:
     # --- what the trainer calls --------------------------------------------------------------------------------
 
     @property
+    def samples_per_s(self) -> float:
+        """How fast it computes."""
+        return self.workload.samples_per_s
+
+    @property
     def longest_s(self) -> float:
         """How long a micro-batch takes at most, as far as is known."""
         return self._batches.limit_s()

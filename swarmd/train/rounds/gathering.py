@@ -5,7 +5,7 @@ Deadlines follow from how long members took to come so far, not from constants: 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from swarmd.errors import Code, IntegrityError, Refused
@@ -50,16 +50,19 @@ GatheringStep = WaitForMembers | BeginRound | PostponeRound
 
 
 class Gathering:
-    """See the module. ``joined``: what each member said of itself as it joined, this peer included."""
+    """See the module. ``joined``: what each member said of itself as it joined, this peer included.
 
-    def __init__(self, me: PeerId, ledger: Ledger, joins: Arrivals, now: float) -> None:
+    ``n_wanted``: how many samples a round takes.
+    """
+
+    def __init__(self, me: PeerId, ledger: Ledger, joins: Arrivals, n_wanted: Callable[[], int], now: float) -> None:
         self.began_at = now
         self.joined: dict[PeerId, JoinRound] = {}
         self.missing: list[PeerId] = []  # expected, and not there in time
         self.waits_for = "members"  # for people
         self._me = me
         self._ledger = ledger
-        self._target = ledger.run.recipe.batch.target
+        self._n_wanted = n_wanted
         self._joins = joins
         self._arrived: set[PeerId] = set()
         self._departed: set[PeerId] = set()
@@ -129,9 +132,10 @@ class Gathering:
         if lacking and not is_late:
             return WaitForMembers()
         self.missing = lacking
-        is_enough = self.n_samples >= LEAST_GATHERED_SHARE * self._target
+        n_wanted = self._n_wanted()
+        is_enough = self.n_samples >= LEAST_GATHERED_SHARE * n_wanted
         if not is_enough or (lacking and self._is_alone()):
-            return PostponeRound(f"{self.n_samples} of {self._target} samples are here, members late: {len(lacking)}")
+            return PostponeRound(f"{self.n_samples} of {n_wanted} samples are here, members late: {len(lacking)}")
         return BeginRound()
 
     def _is_alone(self) -> bool:

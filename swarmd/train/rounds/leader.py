@@ -71,7 +71,7 @@ class Leader:
         why_not_alone: WhyNotAlone,
     ) -> None:
         self.parent = basis.parent
-        self.gathering = Gathering(basis.me, basis.ledger, basis.timing.joins, trio.current_time())
+        self.gathering = Gathering(basis.me, basis.ledger, basis.timing.joins, basis.n_wanted, trio.current_time())
         self.versions: GroupVersions | None = None
         self._basis = basis
         self._me = basis.me

@@ -64,6 +64,7 @@ class Leadership:
                 chronicle.order.generation,
                 self.counters.timing,
                 self._services.clip_factor,
+                lambda: self._services.n_wanted,
             )
             self.leader = Leader(
                 basis,
@@ -147,7 +148,7 @@ class Leadership:
         now = trio.current_time()
         rate = sum(m.samples_per_s for m in self._members.progress(now)) or 1.0
         if wait_s is None:
-            wait_s = (self._chronicle.run.recipe.batch.target - leader.gathering.n_samples) / rate
+            wait_s = (self._services.n_wanted - leader.gathering.n_samples) / rate
         wait_s = min(LONGEST_RETRY_S / 2, max(SHORTEST_RETRY_S, wait_s))
         self._following.retry_at = now + wait_s
         self._begin_again(leader, wait_s)

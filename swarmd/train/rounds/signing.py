@@ -48,6 +48,7 @@ class ContributingMember:
             signature=b"",
             late=offered.late,
             anew=offered.anew,
+            draws=offered.draws,
         )
         return backing.sign_share(share, parent, state, average, self._identity)
 

@@ -40,7 +40,10 @@ Clip = Callable[[bytes], float]
 
 @dataclass(frozen=True, slots=True)
 class RoundBasis:
-    """What a round is led on: by whom, after which commit, by which anchors; how long things took so far."""
+    """What a round is led on: by whom, after which commit, by which anchors; how long things took so far.
+
+    ``n_wanted``: how many samples it takes.
+    """
 
     me: PeerId
     parent: bytes
@@ -48,6 +51,7 @@ class RoundBasis:
     generation: int
     timing: Timing
     clip: Clip
+    n_wanted: Callable[[], int]
 
 
 @dataclass(slots=True)
@@ -305,4 +309,5 @@ class GroupVersions:
             clip=basis.clip(average),
             late=commits.omit_if_all_zero([share.late for share in shares]),
             anew=commits.omit_if_all_zero([share.anew for share in shares]),
+            draws=commits.omit_if_all_zero([share.draws for share in shares]),
         )

@@ -124,6 +124,8 @@ class Anchor:
         if backed.witness is not None and self._is_witnessed(backed, backed.witness):
             return  # it saw the same, and a proposer that is bound to it must be free to go on
         if commit.restores:
+            if commit.restores == commit.parent and self._presence.are_stages_past():
+                return  # a stage that has nothing to give stays as it is, and the run goes on
             ordered = (self.order.back_from, self.order.back_to)
             if ordered != (commit.parent, commit.restores):
                 known_for_s = self._presence.known_for_s(trio.current_time())

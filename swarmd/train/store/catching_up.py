@@ -245,9 +245,17 @@ class CatchingUp:
             return False
         return await self._go_back(f"nobody has the state of update {self._ledger.epoch}")
 
+    async def stay(self, why: str) -> None:
+        """As a stage, end an update to which it has nothing to give: the state that is here goes on."""
+        try:
+            await self._go_back(why)
+        except SwarmError as error:
+            self.why = f"cannot go on yet: {error}"
+            await trio.sleep(RETRY_FAILED_S)
+
     async def _go_back(self, why: str) -> bool:
         """Have the run go on from the state that is here."""
-        logger.warning("the run goes back to update %d: %s", self._state.epoch, why)
+        logger.warning("on from the state of update %d: %s", self._state.epoch, why)
         commit = Commit(
             run=self._chronicle.run.genesis,
             epoch=self._ledger.epoch + 1,

@@ -61,15 +61,19 @@ class RunFolder:
     folder: Path
 
     def keep_run(self, run: Run, role: str) -> None:
-        """Remember a run and this machine's part in it. Raises ConfigError."""
+        """Remember a run, or one stage of it, and this machine's part in it. Raises ConfigError."""
         write_file(self.folder / "run.bin", run.raw)
+        if run.stage is not None:
+            write_file(self.folder / "stage", str(run.stage).encode())
         write_file(self.folder / "role", role.encode())
 
     def run(self) -> Run:
         """Raises ConfigError."""
         try:
-            return read_run_untrusted((self.folder / "run.bin").read_bytes())
-        except (OSError, IntegrityError) as error:
+            run = read_run_untrusted((self.folder / "run.bin").read_bytes())
+            stage = read_file(self.folder / "stage")
+            return run if stage is None else run.in_stage(int(stage))
+        except (OSError, ValueError, IntegrityError) as error:
             raise ConfigError(f"{self.folder} holds no run: {error}") from None
 
     @property

@@ -33,6 +33,16 @@ class MemberServices:
         """This peer."""
         return self.trainer.rpc.network.peer_id
 
+    @property
+    def n_wanted(self) -> int:
+        """How many samples a round takes: the recipe's, or any at all for a stage that others have left behind."""
+        return 1 if self.is_left_behind else self.chronicle.run.recipe.batch.target
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Is this of a stage whose other stages are past its newest update?"""
+        return self.members.are_stages_past(self.chronicle.ledger.epoch)
+
     def clip_factor(self, average: bytes) -> float:
         """Return the clip factor of an average that this peer holds, by its hash."""
         return self.averages.clip_factor(average, self.chronicle.run.recipe.clip_norm)

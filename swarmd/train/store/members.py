@@ -47,9 +47,13 @@ class _Commit:
 
 @dataclass(slots=True)
 class Members:
-    """See the module. Ages count from when a record was first seen here, whatever its clock says."""
+    """See the module. Ages count from when a record was first seen here, whatever its clock says.
+
+    ``run``: whose ledger they keep; ``whole``: the run that this is a stage of, or the same.
+    """
 
     run: RunId
+    whole: RunId
     me: PeerId
     view: Callable[[], SwarmView]
     learn: Callable[[PeerId, tuple[str, ...]], None]
@@ -65,7 +69,7 @@ class Members:
         ``with_suspects``: those, too, that did not answer: others may hear them.
         """
         records = {}
-        for record in self.view().in_run(self.run):
+        for record in self.view().in_ledger(self.run):
             peer = PeerId(record.peer)
             if peer == self.me:
                 continue
@@ -114,7 +118,7 @@ class Members:
 
     def distrust(self, peer: PeerId) -> None:
         """Do without a peer that has nothing to show for the commit that it names, until it names another."""
-        for record in self.view().in_run(self.run):
+        for record in self.view().in_ledger(self.run):
             if record.peer == peer:
                 self._distrusted[peer] = record.head
 
@@ -167,8 +171,13 @@ class Members:
 
     def states(self) -> dict[PeerId, int]:
         """Return of which update the others say that they have the state, whether they answer or not."""
-        records = [r for r in self.view().in_run(self.run) if r.peer != self.me]
+        records = [r for r in self.view().in_ledger(self.run) if r.peer != self.me]
         return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None}
+
+    def are_stages_past(self, update: int) -> bool:
+        """Has another stage of the run ended a later update than this?"""
+        records = self.view().in_run(self.whole)
+        return any(record.epoch > update for record in records if record.run != self.run)
 
     def participants(self, head: bytes, now: float) -> list[PeerId]:
         """List who takes part in the round after ``head``: those who compute on it, and those who only reduce."""

@@ -55,6 +55,10 @@ class RunPresence:
         computing = {self._me} if record["samples_per_s"] > 0 and record["head"] == head else set()
         return computing | set(self._members.computing(head, trio.current_time()))
 
+    def are_stages_past(self) -> bool:
+        """Has another stage of the run ended a later update than this one?"""
+        return self._members.are_stages_past(self._ledger.epoch)
+
     async def why_not_alone(self, contributor: PeerId) -> tuple[str, float]:
         """Why anchors would not sign what one contributor stands for, as far as is seen from here; "" when they would.
 

@@ -109,7 +109,7 @@ async def ask_run(
             peer_record = view().peers.get(peer)
             rpc.network.learn(peer, peer_record.addresses if peer_record else ())
             try:
-                return await _ask_run(rpc, peer, run_id)
+                return await _ask_run(rpc, peer, RunId(record.run), run_id)
             except IntegrityError as error:
                 rpc.standing.fault(peer, Fault.FORGED, str(error))
                 reasons[peer] = f"{peer[-8:]} lies about the run: {error}"
@@ -121,9 +121,9 @@ async def ask_run(
         await trio.sleep(ASK_AGAIN_S / 10)
 
 
-async def _ask_run(rpc: Rpc, peer: PeerId, run_id: RunId) -> tuple[Run, bytes]:
-    """Raises PeerError, and IntegrityError for a lie."""
-    reply, frame = await rpc.call(peer, WantRun(run=run_id), timeout_s=RUN_TIMEOUT_S, purpose="bulk")
+async def _ask_run(rpc: Rpc, peer: PeerId, ledger: RunId, run_id: RunId) -> tuple[Run, bytes]:
+    """Ask who keeps a ledger of a run, its own or that of a stage. Raises PeerError, and IntegrityError for a lie."""
+    reply, frame = await rpc.call(peer, WantRun(run=ledger), timeout_s=RUN_TIMEOUT_S, purpose="bulk")
     if not isinstance(reply, RunIs):
         raise RemoteProtocolError(f"expected a run, got {type(reply).__name__}")
     raw, order = decode(frame.payload, tuple[bytes, bytes], "a run")

@@ -7,10 +7,10 @@ was offered and is not counted is lost, and so is what would be late by two stat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from swarmd.protocol.runs.commit import Commit
+from swarmd.protocol.runs.commit import Commit, DrawRange
 from swarmd.train.vectors.codecs import CodedVector
 from swarmd.train.vectors.state import Vector
 
@@ -30,7 +30,7 @@ class GatheredWork:
     """Draws ``first`` to ``first + n``, their summed loss, and the sum of their gradients.
 
     The first ``late`` of them were computed on the state before the newest; ``anew``: nothing is left of earlier ones;
-    ``coded`` is what the round gets of it (train.vectors.error_feedback).
+    ``coded`` is what the round gets of it (train.vectors.error_feedback). In a stage ``draws`` says whose they are.
     """
 
     first: int = 0
@@ -40,6 +40,7 @@ class GatheredWork:
     late: int = 0
     anew: bool = False
     coded: CodedVector | None = None
+    draws: tuple[DrawRange, ...] = ()
 
     @property
     def end(self) -> int:
@@ -76,6 +77,7 @@ class UncountedWork:
         loss: float,
         gathered: Vector,
         anew: bool = False,
+        drawn: tuple[DrawRange, ...] = (),
     ) -> None:
         """Add draws from ``first`` on that were computed; ``gathered`` is the sum with them."""
         old = self.since if self.since.n else GatheredWork(first, anew=anew)
@@ -84,6 +86,7 @@ class UncountedWork:
             n=old.n + n,
             loss=old.loss + loss,
             vector=gathered,
+            draws=join_ranges((*old.draws, *drawn)),
         )
 
     def offer(self, of_own_steps: Callable[[int], Vector] | None = None) -> None:
@@ -112,6 +115,7 @@ class UncountedWork:
             vector=vector,
             late=offered.late + added.late,
             anew=first.anew,
+            draws=join_ranges((*offered.draws, *added.draws)),
         )
         self.since = GatheredWork()
 
@@ -141,3 +145,15 @@ class UncountedWork:
         """Drop what was gathered after the offer."""
         self.n_wasted += self.since.n
         self.since = GatheredWork()
+
+
+def join_ranges(ranges: Iterable[DrawRange]) -> tuple[DrawRange, ...]:
+    """Say the same draws, a multiset, in as few ranges as follow one another, by driver and first draw."""
+    joined: list[DrawRange] = []
+    for drawn in sorted(ranges, key=lambda drawn: (drawn.driver, drawn.first)):
+        last = joined[-1] if joined else None
+        if last is not None and (last.driver, last.first + last.n) == (drawn.driver, drawn.first):
+            joined[-1] = DrawRange(last.driver, last.first, last.n + drawn.n)
+        else:
+            joined.append(drawn)
+    return tuple(joined)

@@ -26,7 +26,9 @@ def joining(n: int, *, first: int = 0, receives: bool = True) -> JoinRound:
 def gathering() -> Gathering:
     """One of eight samples, that this peer has all itself, begun at 100 s."""
     recipe = Recipe("r", "0" * 64, "1" * 64, batch=Batch(target=8, micro=2, tokens=8), anchors=(OWNER.peer_id,))
-    opened = Gathering(ME, Ledger(start_run(recipe, OWNER, 1)), Arrivals(least_s=1.5, first_s=FIRST_WAIT_S), 100.0)
+    opened = Gathering(
+        ME, Ledger(start_run(recipe, OWNER, 1)), Arrivals(least_s=1.5, first_s=FIRST_WAIT_S), lambda: 8, 100.0
+    )
     opened.join(ME, joining(8), 100.0)
     return opened
 

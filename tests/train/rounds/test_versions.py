@@ -38,7 +38,9 @@ def form(present: dict[PeerId, JoinRound]) -> GroupVersions:
     """A group formed at 100 s."""
     recipe = Recipe("r", "0" * 64, "1" * 64, batch=Batch(target=8, micro=2, tokens=8), anchors=(OWNER.peer_id,))
     ledger = Ledger(start_run(recipe, OWNER, 1))
-    return GroupVersions(RoundBasis(ME, ledger.head, ledger, 0, Timing(), lambda average: 1.0), present, 100.0)
+    return GroupVersions(
+        RoundBasis(ME, ledger.head, ledger, 0, Timing(), lambda average: 1.0, lambda: 8), present, 100.0
+    )
 
 
 def beat(versions: GroupVersions, peer: PeerId, now: float) -> None:

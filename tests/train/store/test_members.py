@@ -31,7 +31,7 @@ ME, A, B, ACCUSED = (PeerId(name) for name in ("me", "a", "b", "accused"))
 def test_standing_is_lost_by_what_is_seen_here_or_said_by_several(rounds: list[set[PeerId]], is_shunned: bool) -> None:
     view = SwarmView({}, (), Catalog(), ())
     now = 0.0
-    members = Members(RunId("run"), ME, lambda: view, lambda peer, addresses: None, Standing(lambda: now))
+    members = Members(RunId("run"), RunId("run"), ME, lambda: view, lambda peer, addresses: None, Standing(lambda: now))
     for witnesses in rounds:
         members.record_faults({ACCUSED: witnesses})
         now += 1.0
@@ -51,6 +51,7 @@ def test_a_record_from_before_its_absence_does_not_bring_a_peer_back() -> None:
     """Killed at 100 s by its own clock, which is not this one: others pass on for a while what it wrote last."""
     now, told = 0.0, [record(100_000)]
     members = Members(
+        RunId("run"),
         RunId("run"),
         ME,
         lambda: SwarmView({}, (), Catalog(), tuple(told)),
@@ -72,7 +73,7 @@ def test_a_record_from_before_its_absence_does_not_bring_a_peer_back() -> None:
 
 def test_a_peer_that_says_something_is_back_at_once() -> None:
     view = SwarmView({}, (), Catalog(), (record(100_000),))
-    members = Members(RunId("run"), ME, lambda: view, lambda peer, addresses: None, Standing(lambda: 0.0))
+    members = Members(RunId("run"), RunId("run"), ME, lambda: view, lambda peer, addresses: None, Standing(lambda: 0.0))
     members.look(0.0)
     members.suspect(A, 1.0)
     assert not members.look(1.0)

@@ -1,0 +1,230 @@
+"""A stage of a model in a training worker: some of its blocks, or its ends, with the gradients that they add up.
+
+Backward passes compute a block's activations again from what entered it (Chen et al. 2016), block by block, so that no
+more than one block's graph and gradients are in memory beside the stage's parameters and their sum.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from swarmd.compute.model import skeleton
+from swarmd.compute.passes.family import FamilyForward
+from swarmd.compute.runs.expert_balance import balance_factor
+from swarmd.compute.runs.shared_vectors import DTYPES, SharedVectors
+from swarmd.errors import ConfigError
+from swarmd.protocol.models.configuration import count_layers, layout_of
+from swarmd.protocol.models.manifest import read_config
+from swarmd.protocol.runs.recipe import ENDS, Recipe
+from swarmd.protocol.wire.worker import ComputeStage, StageInputs
+from swarmd.values import Span
+from swarmd.wire.activations import decode_untrusted, encode_activations, encode_gradient
+
+KEPT_BYTES = 256 * 2**20  # of what entered blocks, between a micro-batch's forward and its backward
+
+
+class _FirstBlockReached(Exception):
+    """Ends a forward where the blocks begin."""
+
+
+# Where the parts of a model are, and what passes between them, of one micro-batch:
+#
+#     ends      token ids --> embedding ------+            +--> norm, head --> loss
+#                                 ^           | forward    |         |
+#                                 | backward  v            |         v backward
+#     stage 1                   blocks 0 .. 3 --> stage 2: blocks 4 .. 7
+#
+# The ends are computed twice: ``head`` gives the loss and what goes back from there; ``add`` adds the gradients of head
+# and embedding together, once all blocks have theirs. So a micro-batch is in the sum of the ends whole, or not at all.
+class TrainedStage:
+    """See the module. ``layout``: names and shapes of its parameters, in the order in which they lie in a vector."""
+
+    def __init__(self, folder: Path, recipe: Recipe, stage: int, device: str) -> None:
+        self._recipe = recipe
+        self._dtype = DTYPES[recipe.precision]
+        self._device = torch.device(device)
+        self._part: _Blocks | _Ends
+        if stage == ENDS:
+            self._part = _Ends(folder, self._dtype, device)
+        else:
+            self._part = _Blocks(folder, span_of_stage(folder, recipe, stage), self._dtype, device)
+        self._vectors = SharedVectors(self._part.model, recipe.precision, device)
+        self.layout = self._vectors.layout
+
+    def map(self, path: Path, init: bool) -> None:
+        """Use shared memory (Recipe.shared_vectors). With ``init`` the parameters go there, else come from it."""
+        self._vectors.map(path, self._recipe.shared_vectors, "parameters", init)
+
+    def compute(self, message: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
+        """Compute one pass; returns the summed loss, of a head, and what goes on. Raises RemoteProtocolError."""
+        torch.manual_seed(message.seed)
+        self._vectors.fetch_parameters()
+        shape = (inputs.n, self._recipe.batch.tokens, self._part.width)
+        forward = self._decode(inputs.forward, shape)
+        backward = self._decode(inputs.backward, shape)
+        ids = torch.frombuffer(bytearray(inputs.ids or bytes(4)), dtype=torch.int32).long().to(self._device)
+        if message.is_fresh:
+            self._vectors.shared["sum"].zero_()
+        codec = self._recipe.activations
+        loss = 0.0
+        if isinstance(self._part, _Blocks):
+            if message.act == "forward":
+                return loss, encode_activations(self._part.forward(message.batch, forward), codec)
+            return loss, encode_gradient(self._part.backward(message.batch, forward, backward, self._add), codec)
+        ids = ids.view(inputs.n, -1)
+        if message.act == "embed":
+            return loss, encode_activations(self._part.embed(ids), codec)
+        if message.act == "head":
+            loss, gradient = self._part.head(ids, forward)
+            return loss, encode_gradient(gradient, codec)
+        return self._part.add(ids, forward, backward, self._add), b""
+
+    def _decode(self, raw: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
+        return decode_untrusted(raw, shape).to(self._device) if raw else torch.zeros(0)
+
+    def _add(self, parameters: list[nn.Parameter], gradients: list[torch.Tensor | None]) -> None:
+        """Add gradients of some parameters to the sum."""
+        places = {id(parameter): place for place, (_, parameter) in enumerate(self._vectors.parameters)}
+        sums = self._vectors.cut(self._vectors.shared["sum"])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                sums[places[id(parameter)]] += gradient.to("cpu")
+
+
+Add = Callable[[list[nn.Parameter], list[torch.Tensor | None]], None]
+
+
+class _Blocks:
+    """Some blocks in a row; ``width``: the numbers that travel of a token."""
+
+    def __init__(self, folder: Path, span: Span, dtype: torch.dtype, device: str) -> None:
+        written = read_config(folder)
+        layers = layout_of(written).layers(span, count_layers(written))
+        self.model = skeleton.load(folder, layers, dtype, device=device)
+        _require_plain(self.model)
+        self._family = FamilyForward(self.model, span, dtype, torch.device(device), lambda: None)
+        self.model.train().requires_grad_(True)
+        self.width = self._family.hidden_size
+        self._span = span
+        self._kept: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
+        of_model = skeleton.decoder_layers(self.model)
+        self._parameters = {
+            block: [
+                p for i in self._family.layers_of(Span(block, block + 1)).blocks() for p in of_model[i].parameters()
+            ]
+            for block in span.blocks()
+        }
+
+    def forward(self, batch: str, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute all blocks of hidden states [b, t, d], and keep what entered each."""
+        entered = []
+        with torch.no_grad():
+            for block in self._span.blocks():
+                entered.append(hidden)
+                hidden = self._compute_block(block, hidden)
+        self._kept[batch] = entered
+        while len(self._kept) > 1 and self._kept_bytes() > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return hidden
+
+    def backward(self, batch: str, hidden: torch.Tensor, gradient: torch.Tensor, add: Add) -> torch.Tensor:
+        """Add the gradients of all parameters, and return that by what entered the stage: all are [b, t, d]."""
+        if batch not in self._kept:
+            self.forward(batch, hidden)
+        entered = self._kept.pop(batch)
+        for block in reversed(self._span.blocks()):
+            inputs = entered.pop().requires_grad_(True)
+            parameters = self._parameters[block]
+            outputs = self._compute_block(block, inputs)
+            gradient, *of_parameters = torch.autograd.grad(outputs, [inputs, *parameters], gradient, allow_unused=True)
+            add(parameters, list(of_parameters))
+        return gradient
+
+    def _compute_block(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[0], -1)
+        return self._family.compute(hidden, positions, None, None, 0, Span(block, block + 1))
+
+    def _kept_bytes(self) -> int:
+        return sum(hidden.nbytes for entered in self._kept.values() for hidden in entered)
+
+
+class _Ends:
+    """Embedding, last norm and head: everything of a model but its blocks."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+        self.model = skeleton.load(folder, None, dtype, device=device)
+        _require_plain(self.model)
+        self.model.train().requires_grad_(True)
+        self.model.get_input_embeddings().padding_idx = None  # no row is padded, as in compute.runs.gradients
+        self.width = int(skeleton.text_config(self.model.config).hidden_size)
+        self._remote = skeleton.remote_layer_of(self.model)
+        self._parameters = list(self.model.parameters())
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute what enters the first block, [b, t, d], of rows of tokens [b, t + 1]."""
+        entering: list[torch.Tensor] = []
+
+        def stop(hidden: torch.Tensor) -> torch.Tensor:
+            entering.append(hidden)
+            raise _FirstBlockReached
+
+        self._remote.call = stop
+        try:
+            with torch.no_grad():
+                self.model(input_ids=ids[:, :-1], use_cache=False)
+        except _FirstBlockReached:
+            return entering[0]
+        raise ConfigError("the model's decoder passes over its first block: unsupported family")
+
+    def head(self, ids: torch.Tensor, left: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """Compute the summed loss, and its gradient by what left the last block, [b, t, d]."""
+        left = left.requires_grad_(True)
+        loss, _ = self._summed_loss(ids, left)
+        (gradient,) = torch.autograd.grad(loss, [left])
+        return float(loss.detach()), gradient
+
+    def add(self, ids: torch.Tensor, left: torch.Tensor, gradient: torch.Tensor, add: Add) -> float:
+        """Add the gradients of embedding, norm and head; ``gradient`` is that by what enters the first block."""
+        loss, entering = self._summed_loss(ids, left)
+        gradients = torch.autograd.grad(
+            [loss, entering], self._parameters, [torch.ones_like(loss), gradient], allow_unused=True
+        )
+        add(self._parameters, list(gradients))
+        return float(loss.detach())
+
+    def _summed_loss(self, ids: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the summed loss of rows, each its tokens' mean, and what would enter the first block."""
+        entering: list[torch.Tensor] = []
+
+        def pass_on(hidden: torch.Tensor) -> torch.Tensor:
+            entering.append(hidden)
+            return left
+
+        self._remote.call = pass_on
+        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
+        losses = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+        return losses.view(len(ids), -1).mean(1).sum(), entering[0]
+
+
+def span_of_stage(folder: Path, recipe: Recipe, stage: int) -> Span:
+    """Return the blocks of a stage, counted from 1. Raises ConfigError for blocks that the model does not have."""
+    written = read_config(folder)
+    n_blocks = layout_of(written).n_blocks(count_layers(written))
+    borders = (*recipe.first_blocks, n_blocks)
+    if borders[-2] >= n_blocks:
+        raise ConfigError(f"the run's stages begin at blocks {recipe.first_blocks}: the model has {n_blocks}")
+    return Span(borders[stage - 1], borders[stage])
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Refuse a family whose blocks take more than hidden states, or balance experts. Raises ConfigError."""
+    family = type(model).__name__
+    if skeleton.layout_of(model.config).sidebands:
+        raise ConfigError(f"{family}: its layers are given more than hidden states: it cannot be trained in stages")
+    if balance_factor(model):
+        raise ConfigError(f"{family}: its experts are balanced over all blocks: it cannot be trained in stages")

@@ -1,0 +1,98 @@
+"""Runs in stages: where stages begin, which holder is next, and when a driver sends another micro-batch. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from swarmd.plan.runs.progress import Action, MemberProgress, decide_action
+from swarmd.values import Decision, PeerId
+
+PER_STAGE = 2  # micro-batches under way for each stage: one is computed while the next one travels
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A holder of a stage, as a driver sees it: micro-batches sent to it that are not back, and how long one takes."""
+
+    n_under_way: int = 0
+    pass_s: float | None = None
+    banned_until: float = 0.0
+
+
+def divide_blocks(n_blocks: int, n_stages: int) -> tuple[int, ...]:
+    """Return the first block of each stage: as equal as whole blocks can be. Raises ValueError."""
+    if not 1 <= n_stages <= n_blocks:
+        raise ValueError(f"{n_stages} stages of {n_blocks} blocks: expected 1 to {n_blocks}")
+    return tuple(n_blocks * stage // n_stages for stage in range(n_stages))
+
+
+def decide_stage_action(
+    me: MemberProgress,
+    other_members: Sequence[MemberProgress],
+    target: int,
+    is_left_behind: bool,
+    under_way: int,
+    is_first: bool,
+) -> Decision[Action]:
+    """Choose what a holder does. ``is_left_behind``: other stages are past this update already.
+
+    Then this stage ends it with what it has; with nothing, by a commit that it stays as it is, which the first of its
+    holders proposes. ``under_way``: micro-batches that are not back yet.
+    """
+    # What comes is no even stream, and it ends where there is enough: nothing is forecast.
+    still = [replace(member, samples_per_s=0.0) for member in (me, *other_members)]
+    decision = decide_action(still[0], still[1:], 1 if is_left_behind else target)
+    total = sum(member.n_samples for member in still if member.head == me.head)
+    if decision.action is Action.CONTINUE and is_left_behind and not total and not under_way and is_first:
+        return Decision(Action.STAY, "other stages are past this update, and nothing is left to give to it")
+    return decision
+
+
+def choose_holder(holders: Mapping[PeerId, Holder], now: float) -> Decision[PeerId | None]:
+    """Choose who computes a micro-batch: where it will be done first. Of those alike, the first by name."""
+    free = {peer: holder for peer, holder in holders.items() if holder.banned_until <= now}
+    if not free:
+        return Decision(None, "nobody who answers holds the stage")
+    known = [holder.pass_s for holder in free.values() if holder.pass_s is not None]
+    usual_s = min(known, default=1.0)  # of one that is not known yet: it is tried
+
+    def done_in_s(peer: PeerId) -> tuple[float, PeerId]:
+        holder = free[peer]
+        return (holder.n_under_way + 1) * (holder.pass_s if holder.pass_s is not None else usual_s), peer
+
+    best = min(free, key=done_in_s)
+    return Decision(best, f"it has {free[best].n_under_way} under way")
+
+
+def size_of_next(target: int, gathered: float, under_way: int, micro: int, n_stages: int) -> int:
+    """How many samples a driver sends next; 0: none now. ``under_way``: its own samples that are not back yet."""
+    lacking = math.ceil(target - gathered) - under_way
+    if under_way >= PER_STAGE * n_stages * micro:
+        return 0
+    return max(0, min(micro, lacking))
+
+
+def choose_stage(holders: Mapping[int, Iterable[float]], mine: Iterable[int]) -> Decision[int]:
+    """Choose the stage that a newcomer holds: nobody's first, then the slowest, then the one with fewest holders.
+
+    ``holders``: samples/s of each holder of each stage, 0 where that is not known; ``mine``: stages held here already.
+    """
+    speeds = {stage: list(of_stage) for stage, of_stage in holders.items()}
+    open_stages = [stage for stage in speeds if stage not in set(mine)]
+    if not open_stages:
+        raise ValueError("all stages are held here already")
+
+    def need(stage: int) -> tuple[bool, int, float, int]:
+        of_stage = speeds[stage]
+        return bool(of_stage), len(of_stage), sum(of_stage), stage
+
+    best = min(open_stages, key=need)
+    n = len(speeds[best])
+    return Decision(best, "nobody holds it" if not n else f"it has {n} holders, the fewest")
+
+
+def next_draw(ranges: Iterable[tuple[str, int, int]], driver: str) -> int:
+    """Return the draw of a driver that no commit has counted yet; ``ranges``: (driver, first, n) of all commits."""
+    return max((first + n for name, first, n in ranges if name == driver), default=0)

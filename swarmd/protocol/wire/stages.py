@@ -1,0 +1,81 @@
+"""Headers of runs in stages: micro-batches on their way through the holders of stages. docs/training.md.
+
+A driver tells holders what to compute, one after the other; what they compute of, they fetch from one another.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from swarmd.protocol.fields import Count, Index, Message, Name, Part, Request
+from swarmd.protocol.runs.commit import Finite
+
+NumberOfDraws = Annotated[int, msgspec.Meta(ge=1, le=4_096)]
+
+
+class StagePass(Request, frozen=True):
+    """Driver to holder: compute a pass of draws ``first`` to ``first + n`` of ``driver``, on the state of ``update``.
+
+    ``run`` is the stage's ledger, which says which state that is. ``source`` has what goes forward.
+    """
+
+    run: Name = ""
+    update: Count = 0
+    driver: Name = ""
+    first: Count = 0
+    n: NumberOfDraws = 1
+    source: Name = ""
+
+
+class StageForward(StagePass, tag="stage_forward", frozen=True):
+    """Compute what leaves the stage, and keep it."""
+
+
+class StageBackward(StagePass, tag="stage_backward", frozen=True):
+    """Add the gradients of the stage's parameters, and keep that by what enters it.
+
+    ``gradient_source`` has the gradient by what leaves the stage; ``loss`` is the summed loss that the head came to.
+    """
+
+    gradient_source: Name = ""
+    loss: Finite = 0.0
+
+
+class StageDone(Message, tag="stage_done", frozen=True):
+    """Holder to driver: it is computed; or (not ``is_done``) the state here is that of another update by now.
+
+    ``lacks``: which of the two could not be had from whom the driver named.
+    """
+
+    re: Count = 0
+    is_done: bool = True
+    update: Count = 0
+    lacks: Literal["", "forward", "backward"] = ""
+
+
+class StageForget(Message, tag="stage_forget", frozen=True):
+    """Driver to holder: a micro-batch is over, whatever has come of it; nobody asks for what is kept of it."""
+
+    run: Name = ""
+    driver: Name = ""
+    first: Count = 0
+
+
+class WantActivations(Request, tag="want_activations", frozen=True):
+    """Holder to holder: give me a part of what left your stage of a micro-batch, forward or back."""
+
+    run: Name = ""
+    update: Count = 0
+    driver: Name = ""
+    first: Count = 0
+    direction: Literal["forward", "backward"] = "forward"
+    part: Index = 0
+
+
+class ActivationsAre(Message, tag="activations", frozen=True):
+    """The payload is the part that was asked for (wire.activations says of what)."""
+
+    re: Count = 0
+    part: Part = (0, 1)

@@ -1,0 +1,83 @@
+"""What a holder keeps of micro-batches that are on their way: what entered its stage, and what left it both ways."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+from swarmd.errors import Code, Refused
+
+MOST_BYTES = 512 * 2**20  # of all that is kept; drivers send no more micro-batches than a stage gets done
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch on the state of ``update``: what entered the stage, what left it, what goes back from it."""
+
+    driver: str
+    first: int
+    n: int
+    update: int
+    entered: bytes = b""
+    forward: bytes = b""
+    backward: bytes = b""
+    is_added: bool = False  # its gradients are in the sum, or were
+
+    @property
+    def name(self) -> str:
+        """What the worker calls it."""
+        return f"{self.update}/{self.driver}/{self.first}"
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes of memory."""
+        return len(self.entered) + len(self.forward) + len(self.backward)
+
+    def left(self, direction: Literal["forward", "backward"]) -> bytes:
+        """What left the stage, forward or back; b"" while it has not."""
+        return self.forward if direction == "forward" else self.backward
+
+    @property
+    def is_under_way(self) -> bool:
+        """Has it gone forward, and not come back?"""
+        return bool(self.forward) and not self.is_added
+
+
+class Batches:
+    """See the module. Those of an earlier update are forgotten with it: nobody computes on its state any more."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, int], Batch] = OrderedDict()
+
+    def find(self, driver: str, first: int, update: int) -> Batch | None:
+        """Find a micro-batch of an update."""
+        batch = self._kept.get((driver, first))
+        return batch if batch is not None and batch.update == update else None
+
+    def open(self, driver: str, first: int, n: int, update: int) -> Batch:
+        """Find a micro-batch, or begin to keep one. Raises Refused where there is no room for it."""
+        batch = self.find(driver, first, update)
+        if batch is not None:
+            if batch.n != n:
+                raise Refused(Code.MALFORMED, f"draws from {first} were {batch.n} before, and are {n} now")
+            return batch
+        n_bytes = sum(kept.n_bytes for kept in self._kept.values())
+        if n_bytes > MOST_BYTES:
+            raise Refused(Code.NO_CAPACITY, f"{n_bytes} B of micro-batches are kept here already", 1.0)
+        batch = self._kept[driver, first] = Batch(driver, first, n, update)
+        return batch
+
+    def forget(self, driver: str, first: int) -> None:
+        """Forget a micro-batch that is over."""
+        self._kept.pop((driver, first), None)
+
+    def forget_before(self, update: int) -> None:
+        """Forget micro-batches on states before that of an update."""
+        for key in [key for key, batch in self._kept.items() if batch.update < update]:
+            del self._kept[key]
+
+    @property
+    def n_under_way(self) -> int:
+        """How many have gone forward, and not come back."""
+        return sum(batch.is_under_way for batch in self._kept.values())

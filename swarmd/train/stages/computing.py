@@ -1,0 +1,255 @@
+"""What is computed for one stage: passes of micro-batches as they come, and what they add up to until a round."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import trio
+
+from swarmd.errors import Code, Refused
+from swarmd.plan.runs.arrivals import Arrivals
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.samples import seed_of
+from swarmd.plan.runs.workload import Workload
+from swarmd.protocol.runs.commit import Commit, DrawRange
+from swarmd.protocol.wire.worker import StageInputs
+from swarmd.train.gradients.source import SourceLost
+from swarmd.train.stages.batches import Batch, Batches
+from swarmd.train.stages.source import Act, StageSource
+from swarmd.train.stages.turns import Turns
+from swarmd.train.store.services import TrainerServices, Wakeups
+from swarmd.train.vectors.error_feedback import Feedback
+from swarmd.train.vectors.state import RunState
+from swarmd.train.vectors.work import UncountedWork
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 20.0  # for a state that is one update behind, or for a round to end
+
+
+class Stale(Exception):
+    """The state here is that of another update than the pass is for; ``update`` says of which."""
+
+    def __init__(self, update: int) -> None:
+        super().__init__(update)
+        self.update = update
+
+
+# A holder of a stage and one update:
+#
+#     may begin -----> forward, forward, backward, forward, backward ...     backward passes first
+#         |  enough samples in this stage: no forward begins any more, those under way come back
+#         v
+#     offered -------> the round; what comes back late is of no use in mode "step"
+#         |  committed
+#         v
+#     the next state:  micro-batches of the one before are forgotten
+#
+# A forward that comes too early waits: its driver knows of the update before this holder has it.
+class StageComputing:
+    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people."""
+
+    inner = None  # no steps inside
+
+    def __init__(self, services: TrainerServices, ledger: Ledger, news: Wakeups) -> None:
+        self.trouble = ""
+        self.broken = ""
+        self.workload = Workload()
+        self.batches = Batches()
+        self._me = services.rpc.network.peer_id
+        self._recipe = ledger.run.recipe
+        self.work = UncountedWork(self._me, self._recipe.overlaps)
+        self._services = services
+        self._ledger = ledger
+        self._news = news
+        self._source: StageSource | None = None
+        self._state: RunState | None = None
+        self._feedback: Feedback | None = None
+        self._turns = Turns()
+        self._is_allowed = False
+        self._added_at = 0.0
+        self._returns = Arrivals(least_s=1.0, first_s=30.0)  # from a micro-batch's forward to its backward
+        self._begun_at: dict[str, float] = {}
+
+    def begin(self, source: StageSource, state: RunState, feedback: Feedback) -> None:
+        """Compute from now on."""
+        self._source = source
+        self._state = state
+        self._feedback = feedback
+
+    @property
+    def update(self) -> int | None:
+        """Of which update the state here is."""
+        return self._state.epoch if self._state is not None else None
+
+    @property
+    def may_begin(self) -> bool:
+        """May new micro-batches begin on the state here?"""
+        return self._is_allowed
+
+    def forget(self, driver: str, first: int) -> None:
+        """Forget a micro-batch that is over."""
+        self.batches.forget(driver, first)
+        self._news.notify()
+
+    # --- passes ------------------------------------------------------------------------------------------------
+
+    async def wait_for(self, update: int, is_new: bool) -> None:
+        """Wait until passes on the state of an update may be computed; ``is_new``: of a micro-batch that begins.
+
+        Raises Stale, or Refused when it takes too long.
+        """
+        with trio.move_on_after(LONGEST_WAIT_S):
+            while True:
+                here = self.update
+                if here is not None and here > update:
+                    raise Stale(here)
+                is_here = here == update and self._state is not None and not self._state.is_changing
+                if is_here and (self._is_allowed or not is_new):
+                    return
+                await self._news.wait()
+        raise Refused(Code.NO_CAPACITY, f"the state of update {update} is not here, or in a round, for too long", 1.0)
+
+    async def forward(self, batch: Batch, act: Act = "forward", ids: bytes = b"") -> None:
+        """Compute what leaves the stage. Raises Stale or SwarmError."""
+        if not batch.forward:
+            self._begun_at[batch.name] = trio.current_time()
+            _, batch.forward = await self._compute(batch, act, StageInputs(batch.n, ids, batch.entered))
+            self._news.notify()
+
+    async def backward(self, batch: Batch, gradient: bytes, loss: float) -> None:
+        """Add what comes of the gradient by what left the stage. Raises Stale or SwarmError."""
+        inputs = StageInputs(batch.n, b"", batch.entered, gradient)
+        _, batch.backward = await self._compute_and_add(batch, "backward", inputs, loss)
+
+    async def head(self, batch: Batch, ids: bytes, left: bytes) -> float:
+        """Compute the summed loss of a micro-batch, and the gradient by what left the last block."""
+        loss, batch.backward = await self._compute(batch, "head", StageInputs(batch.n, ids, left))
+        return loss
+
+    async def add_ends(self, batch: Batch, ids: bytes, left: bytes, gradient: bytes, loss: float) -> None:
+        """Add the gradients of both ends of the model."""
+        await self._compute_and_add(batch, "add", StageInputs(batch.n, ids, left, gradient), loss)
+
+    async def _compute_and_add(self, batch: Batch, act: Act, inputs: StageInputs, loss: float) -> tuple[float, bytes]:
+        """Compute a pass that adds gradients to the sum, once: who asks again is given what it came to."""
+        if not math.isfinite(loss):
+            raise Refused(Code.NOT_FINITE, "the loss is not finite")
+        async with self._turns.take(act):
+            if batch.is_added:
+                return loss, batch.backward
+            state = self._require_state(batch)
+            since = self.work.since
+            try:
+                result = await self._ask(batch, act, inputs, is_fresh=not since.n)
+            except SourceLost:
+                self.work.drop_since()  # half of it may have been added
+                raise
+            if since is not self.work.since or state.epoch != batch.update:
+                self.work.n_wasted += batch.n  # the sum was offered meanwhile, or is of another state
+                raise Stale(state.epoch)
+            batch.is_added = True
+            self._note_added(batch, loss)
+            return result
+
+    async def _compute(self, batch: Batch, act: Act, inputs: StageInputs) -> tuple[float, bytes]:
+        async with self._turns.take(act):
+            self._require_state(batch)
+            return await self._ask(batch, act, inputs)
+
+    async def _ask(self, batch: Batch, act: Act, inputs: StageInputs, is_fresh: bool = False) -> tuple[float, bytes]:
+        assert self._source is not None
+        seed = seed_of(self._recipe.seed, batch.driver, batch.first)
+        try:
+            return await self._source.compute(act, batch.name, inputs, is_fresh, seed)
+        except SourceLost as error:
+            self.trouble = str(error)
+            logger.warning("%s", error)
+            raise
+
+    def _require_state(self, batch: Batch) -> RunState:
+        """Check that the state is still the one that a micro-batch is for. Raises Stale."""
+        state = self._state
+        if state is None or state.epoch != batch.update or state.is_changing:
+            raise Stale(state.epoch if state is not None else 0)
+        return state
+
+    def _note_added(self, batch: Batch, loss: float) -> None:
+        assert self._source is not None
+        now = trio.current_time()
+        begun_at = self._begun_at.pop(batch.name, None)
+        if begun_at is not None:
+            self._returns.add(now - begun_at)
+        if self.work.since.n:
+            self.workload.note_speed(batch.n, max(now - self._added_at, 1e-6))
+        self._added_at = now
+        first = self.work.next_draw(self._ledger.next_draw.get(self._me, 0))
+        drawn = (DrawRange(batch.driver, batch.first, batch.n),)
+        self.work.add(first, batch.n, loss, self._source.total, drawn=drawn)
+        self._services.count(batch.n)
+        self._services.announce()
+        self._news.notify()
+
+    # --- what the trainer calls --------------------------------------------------------------------------------
+
+    @property
+    def samples_per_s(self) -> float:
+        """How fast it adds samples up, once it has some to give: who has none is not waited for in a round."""
+        if not self.work.n:
+            return 0.0
+        return self.workload.samples_per_s or 1.0
+
+    @property
+    def longest_s(self) -> float:
+        """How long a micro-batch is away at most, as far as is known."""
+        return self._returns.limit_s()
+
+    def go_on(self) -> None:
+        """Let micro-batches begin."""
+        if not self._is_allowed:
+            self._is_allowed = True
+            self._news.notify()
+
+    def stop(self) -> None:
+        """Let none begin."""
+        self._is_allowed = False
+
+    def try_again(self) -> None:
+        """Compute again: this machine's owner has looked."""
+        self._news.notify()
+
+    async def hold(self, at_most_s: float = math.inf) -> None:
+        """Let none begin, and wait for the pass that is computed now."""
+        self.stop()
+        with trio.move_on_after(min(at_most_s, self._returns.limit_s())):
+            async with self._turns.take("hold"):
+                pass
+
+    async def offer(self, hold_s: float = math.inf) -> None:
+        """Give what is there to a round, once micro-batches under way have come back."""
+        self.stop()
+        with trio.move_on_after(self._returns.limit_s()):
+            while self.batches.n_under_way:
+                await self._news.wait()
+        async with self._turns.take("hold"):
+            await self._services.off_loop(self.work.offer)
+        if self._feedback is not None:
+            try:
+                self.work.offered = await self._services.off_loop(self._feedback.code, self.work.offered, math.inf)
+            except ValueError as error:
+                self.trouble = f"{error}: it is dropped"
+                self.work.drop()
+
+    def settle(self, commit: Commit | None) -> None:
+        """Note that what was computed is counted, or (None) no longer can be."""
+        offered = self.work.offered
+        is_counted = False
+        if commit is None:
+            self.work.drop()
+        else:
+            is_counted = self.work.settle(commit)
+            self.batches.forget_before(commit.epoch)
+            self._begun_at = {}
+        if self._feedback is not None:
+            self._feedback.settle(offered, is_counted)

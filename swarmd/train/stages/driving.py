@@ -1,0 +1,307 @@
+"""Drives micro-batches through the stages, there and back; who holds the model's ends does it, with its own draws.
+
+A pass that fails is asked of another holder of the stage, and what it takes is computed again where it is gone. A stage
+adds up what it is asked to, once; where a holder dies with what it had added, that stage has given less, and a second
+holder may add what the first one keeps: each says which draws it gives, and the commit of its stage says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import trio
+
+from swarmd.errors import PeerError, SwarmError, Unreachable
+from swarmd.plan.runs.arrivals import Arrivals
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.plan.runs.stages import Holder, choose_holder, next_draw, size_of_next
+from swarmd.protocol.runs.recipe import ENDS, Run
+from swarmd.protocol.wire.stages import StageBackward, StageForward
+from swarmd.train.stages.batches import Batch
+from swarmd.train.stages.computing import StageComputing, Stale
+from swarmd.train.stages.holding import Lacking, StageHolder
+from swarmd.train.store.data import Data
+from swarmd.train.store.members import Members
+from swarmd.train.store.services import Wakeups
+from swarmd.values import PeerId, count
+
+logger = logging.getLogger(__name__)
+
+BANNED_S = 20.0  # who failed is asked nothing for so long, while others hold its stage
+PATIENCE_S = 60.0  # with one micro-batch, while a stage has nobody who answers
+RETRY_S = 0.5  # between two looks for who holds a stage
+FIRST_PASS_S = 150.0  # while it is not known how long passes take
+LEAST_PASS_S = 20.0  # a pass beside other programs on a volunteer's machine, and its way there
+SMOOTHING = 0.3  # weight of the newest pass in how long a holder takes
+
+
+@dataclass(slots=True)
+class Trip:
+    """A micro-batch on its way: who holds what left each stage of it, this peer's ends first and last."""
+
+    batch: Batch
+    ids: bytes
+    holders: dict[int, PeerId]
+    loss: float = math.nan
+    gives_up_at: float = 0.0
+    asked: set[tuple[int, PeerId]] = field(default_factory=set)
+
+
+# One micro-batch. Each arrow is a message to a holder, who fetches what it takes from the one before:
+#
+#     embed --> forward 1 --> forward 2 --> head
+#                                            |
+#     add   <-- backward 1 <-- backward 2 <--+
+#
+# What went wrong, and what is done:
+#
+#     a holder fails, or is silent       another one is asked
+#     what a pass takes is gone          it is computed again by another holder of that stage; back to here
+#     the state is that of another update    the micro-batch is given up: its draws are counted where they were added
+class Driver:
+    """See the module. ``stages``: members of the other stages; ``doing`` what it waits for, for people."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        run: Run,
+        ledger: Ledger,
+        computing: StageComputing,
+        holder: StageHolder,
+        stages: Mapping[int, Members],
+        members: Members,
+        data: Data,
+        news: Wakeups,
+    ) -> None:
+        self.doing = ""
+        self.n_under_way = 0
+        self.n_given_up = 0
+        self._me = me
+        self._run = run
+        self._recipe = run.recipe
+        self._ledger = ledger
+        self._computing = computing
+        self._holder = holder
+        self._stages = stages
+        self._members = members
+        self._data = data
+        self._news = news
+        self._next = 0
+        self._samples_under_way = 0
+        self._seen: dict[tuple[int, PeerId], Holder] = {}
+        self._took = Arrivals(LEAST_PASS_S, FIRST_PASS_S)
+        self._last_stage = len(run.recipe.first_blocks)
+
+    async def run(self) -> None:
+        """Send micro-batches whenever more samples are wanted, until cancelled. Raises SwarmError without data."""
+        await self._data.open()
+        ranges = [
+            (drawn.driver, drawn.first, drawn.n)
+            for sealed in self._ledger.sealed
+            for draws in sealed.commit.draws
+            for drawn in draws
+        ]
+        self._next = next_draw(ranges, self._me)
+        async with trio.open_nursery() as nursery:
+            while True:
+                update = self._computing.update
+                n = self._size_of_next() if self._computing.may_begin else 0
+                if not n or update is None:
+                    await self._news.wait()
+                    continue
+                first = self._next
+                self._next += n
+                self._samples_under_way += n
+                self.n_under_way += 1
+                nursery.start_soon(self._drive, first, n, update)
+
+    def _size_of_next(self) -> int:
+        gathered = self._computing.work.n
+        for member in self._members.progress(trio.current_time()):
+            if member.head == self._ledger.head:
+                gathered += member.n_samples
+        batch = self._recipe.batch
+        return size_of_next(batch.target, gathered, self._samples_under_way, batch.micro, self._last_stage)
+
+    async def _drive(self, first: int, n: int, update: int) -> None:
+        """Drive one micro-batch there and back, or give it up."""
+        trip: Trip | None = None
+        try:
+            rows = await self._data.read(self._me, first, n)
+            batch = self._computing.batches.open(self._me, first, n, update)
+            trip = Trip(batch, rows.tobytes(), {ENDS: self._me}, gives_up_at=trio.current_time() + PATIENCE_S)
+            await self._computing.forward(batch, "embed", trip.ids)
+            for stage in range(1, self._last_stage + 1):
+                await self._forward(trip, stage)
+            await self._head(trip)
+            for stage in range(self._last_stage, 0, -1):
+                await self._backward(trip, stage)
+            await self._add_ends(trip)
+        except Stale as stale:
+            self._give_up(f"draws from {first} are of update {update}; a stage is at {stale.update} by now")
+        except SwarmError as error:
+            self._give_up(f"draws from {first} come to nothing: {error}")
+            logger.warning("%s", self.doing)
+            await trio.sleep(RETRY_S)
+        finally:
+            self._samples_under_way -= n
+            self.n_under_way -= 1
+            self._computing.forget(self._me, first)
+            if trip is not None:
+                for stage, peer in trip.asked:
+                    self._holder.tell_forget(peer, self._run.in_stage(stage).id, first)
+            self._news.notify()
+
+    def _give_up(self, why: str) -> None:
+        self.n_given_up += 1
+        self.doing = why
+
+    # --- the passes --------------------------------------------------------------------------------------------
+
+    async def _forward(self, trip: Trip, stage: int) -> None:
+        """Have a holder of a stage compute what leaves it. Raises Stale or SwarmError."""
+        while True:
+            peer = await self._choose(trip, stage)
+            try:
+                await self._ask(trip, stage, peer, StageForward(**self._fields(trip, stage)))
+            except Lacking:
+                await self._forward_again(trip, stage - 1)
+                continue
+            except PeerError as error:
+                self._ban(stage, peer, error)
+                continue
+            trip.holders[stage] = peer
+            return
+
+    async def _forward_again(self, trip: Trip, stage: int) -> None:
+        """Compute again what left a stage, by another holder than the one that does not give it."""
+        if stage == ENDS:
+            await self._computing.forward(trip.batch, "embed", trip.ids)
+            return
+        self._ban(stage, trip.holders[stage], Unreachable("it does not give what it kept"))
+        await self._forward(trip, stage)
+
+    async def _head(self, trip: Trip) -> None:
+        """Compute the loss, and the gradient by what left the last block."""
+        left = await self._fetch_left(trip)
+        trip.loss = await self._computing.head(trip.batch, trip.ids, left)
+
+    async def _fetch_left(self, trip: Trip) -> bytes:
+        """Fetch what left the last stage of blocks."""
+        while not trip.batch.entered:
+            last = self._last_stage
+            try:
+                trip.batch.entered = await self._holder.fetch(trip.batch, last, trip.holders[last], "forward")
+            except Lacking:
+                await self._forward_again(trip, last)
+        return trip.batch.entered
+
+    async def _backward(self, trip: Trip, stage: int) -> None:
+        """Have the holder of a stage add its gradients; another one where that one is gone."""
+        peer: PeerId | None = trip.holders[stage]
+        while True:
+            peer = peer or await self._choose(trip, stage)
+            message = StageBackward(
+                **self._fields(trip, stage),
+                gradient_source=trip.holders[(stage + 1) % (self._last_stage + 1)],
+                loss=trip.loss,
+            )
+            try:
+                await self._ask(trip, stage, peer, message)
+            except Lacking as lacking:
+                if lacking.direction == "forward":
+                    await self._forward_again(trip, stage - 1)
+                else:
+                    await self._backward_again(trip, stage + 1)
+                continue
+            except PeerError as error:
+                self._ban(stage, peer, error)
+                peer = None
+                continue
+            trip.holders[stage] = peer
+            return
+
+    async def _backward_again(self, trip: Trip, stage: int) -> None:
+        """Compute again what goes back from a stage, by another holder than the one that does not give it."""
+        if stage > self._last_stage:
+            await self._head(trip)
+            return
+        self._ban(stage, trip.holders[stage], Unreachable("it does not give what it kept"))
+        trip.holders[stage] = await self._choose(trip, stage)
+        await self._backward(trip, stage)
+
+    async def _add_ends(self, trip: Trip) -> None:
+        """Add the gradients of embedding and head, once all blocks have added theirs."""
+        while True:
+            try:
+                gradient = await self._holder.fetch(trip.batch, 1, trip.holders[1], "backward")
+            except Lacking:
+                await self._backward_again(trip, 1)
+                continue
+            left = await self._fetch_left(trip)
+            await self._computing.add_ends(trip.batch, trip.ids, left, gradient, trip.loss)
+            return
+
+    # --- holders -----------------------------------------------------------------------------------------------
+
+    async def _choose(self, trip: Trip, stage: int) -> PeerId:
+        """Choose a holder of a stage; wait while there is none. Raises Stale or Unreachable."""
+        while True:
+            now = trio.current_time()
+            records = self._stages[stage].look(now)
+            peers = [p for p, r in records.items() if r.role == "train" and r.state_epoch is not None]
+            if self._holder.holds(self._run.in_stage(stage).id):
+                peers.append(self._me)
+            holders = {peer: self._seen.get((stage, peer), Holder()) for peer in peers}
+            choice = choose_holder(holders, now)
+            if choice.action is not None:
+                return choice.action
+            if self._computing.update != trip.batch.update:
+                raise Stale(self._computing.update or 0)
+            if now > trip.gives_up_at:
+                raise Unreachable(f"stage {stage}: {choice.reason}")
+            self.doing = f"waits for a holder of stage {stage}"
+            await trio.sleep(RETRY_S)
+
+    def _fields(self, trip: Trip, stage: int) -> dict[str, Any]:
+        """Return what a message to a holder names, forward and back."""
+        return {
+            "run": self._run.in_stage(stage).id,
+            "update": trip.batch.update,
+            "driver": self._me,
+            "first": trip.batch.first,
+            "n": trip.batch.n,
+            "source": trip.holders[stage - 1],
+        }
+
+    async def _ask(self, trip: Trip, stage: int, peer: PeerId, message: StageForward | StageBackward) -> None:
+        """Have a holder compute a pass. Raises Stale, Lacking or PeerError."""
+        key = (stage, peer)
+        started_at = trio.current_time()
+        trip.asked.add(key)
+        self._note(key, n_under_way=self._seen.get(key, Holder()).n_under_way + 1)
+        self.doing = f"{count(self.n_under_way, 'micro-batch')} under way"
+        try:
+            reply = await self._holder.ask(peer, message, self._took.limit_s())
+        finally:
+            self._note(key, n_under_way=self._seen[key].n_under_way - 1)
+        took_s = trio.current_time() - started_at
+        if reply.lacks:
+            raise Lacking(reply.lacks)
+        if not reply.is_done:
+            raise Stale(reply.update)
+        self._took.add(took_s)
+        usual_s = self._seen[key].pass_s
+        self._note(key, pass_s=took_s if usual_s is None else usual_s + SMOOTHING * (took_s - usual_s))
+
+    def _ban(self, stage: int, peer: PeerId, error: PeerError) -> None:
+        """Ask a holder nothing for a while."""
+        logger.info("stage %d: %s: %s", stage, peer[-8:], error)
+        self._note((stage, peer), banned_until=trio.current_time() + BANNED_S)
+
+    def _note(self, key: tuple[int, PeerId], **changes: float | int) -> None:
+        self._seen[key] = replace(self._seen.get(key, Holder()), **changes)  # type: ignore[arg-type]

@@ -1,0 +1,250 @@
+"""The holder of a stage for others: answers drivers, fetches from other holders what a pass takes, gives what it keeps.
+
+No activation passes through a driver that does not hold a stage: it tells two holders of each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import trio
+
+from swarmd.errors import Code, ConfigError, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
+from swarmd.net.rpc import Channel, Rpc
+from swarmd.net.tasks import Tasks
+from swarmd.protocol.runs.recipe import ENDS, Run
+from swarmd.protocol.wire.messages import AnyMessage, Ping, refusal_for
+from swarmd.protocol.wire.stages import (
+    ActivationsAre,
+    StageBackward,
+    StageDone,
+    StageForget,
+    StageForward,
+    WantActivations,
+)
+from swarmd.train.gradients.source import SourceLost
+from swarmd.train.stages.batches import Batch
+from swarmd.train.stages.computing import StageComputing, Stale
+from swarmd.train.store.services import tell_peer
+from swarmd.values import PeerId
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 20  # of activations in a frame: others come between two of them
+PARTS_AT_ONCE = 8  # asked for: enough for a link of 100 Mbit/s and 600 ms
+FETCH_TIMEOUT_S = 10.0  # for one part
+MOST_PARTS = 1_024  # of one micro-batch's activations: 1 GiB
+
+PING_S = 1.0  # how often a holder that computes is asked whether it lives
+SILENT_S = 3.0  # without an answer to that: it is taken for dead
+Direction = Literal["forward", "backward"]
+FindLocal = Callable[[str], "StageHolder | None"]
+"""Who holds another stage in this daemon, by the stage's ledger; None where nobody does."""
+
+
+class Lacking(Exception):
+    """What a pass takes could not be had from whom the driver named; ``direction`` says which of the two."""
+
+    def __init__(self, direction: Direction) -> None:
+        super().__init__(f"what goes {direction} is not kept where it was")
+        self.direction: Direction = direction
+
+
+class StageHolder:
+    """See the module. ``run`` is the stage."""
+
+    def __init__(self, rpc: Rpc, run: Run, computing: StageComputing, tasks: Tasks, find_local: FindLocal) -> None:
+        self._rpc = rpc
+        self._me = rpc.network.peer_id
+        self._run = run
+        self._computing = computing
+        self.batches = computing.batches
+        self._tasks = tasks
+        self._find_local = find_local
+
+    def take(self, channel: Channel, message: AnyMessage) -> bool:
+        """Take what is about micro-batches of this stage; False for anything else. Answers follow."""
+        if isinstance(message, StageForward | StageBackward):
+            self._tasks.start_soon(self._answer, channel, message)
+        elif isinstance(message, WantActivations):
+            self._tasks.start_soon(self._give, channel, message)
+        elif isinstance(message, StageForget):
+            if message.driver == channel.peer:
+                self._computing.forget(message.driver, message.first)
+        else:
+            return False
+        return True
+
+    async def _answer(self, channel: Channel, message: StageForward | StageBackward) -> None:
+        """Compute what a driver asks for, and say how it went."""
+        try:
+            if message.driver != channel.peer:
+                raise Refused(Code.MALFORMED, "a driver names itself")
+            await channel.send(await self.compute(message))
+        except Refused as error:
+            await channel.send(refusal_for(message, error))
+
+    async def compute(self, message: StageForward | StageBackward) -> StageDone:
+        """Compute a pass, and say how it went. Raises Refused."""
+        if self._run.stage == ENDS:
+            raise Refused(Code.MALFORMED, "what holds the ends of a model is driven by nobody else")
+        try:
+            if isinstance(message, StageForward):
+                await self._forward(message)
+            else:
+                await self._backward(message)
+        except Stale as stale:
+            return StageDone(re=message.id, is_done=False, update=stale.update)
+        except Lacking as lacking:
+            return StageDone(re=message.id, is_done=False, update=message.update, lacks=lacking.direction)
+        except (SourceLost, ConfigError) as error:
+            raise Refused(Code.SESSION_LOST, str(error)[:500]) from None
+        return StageDone(re=message.id, update=message.update)
+
+    async def _forward(self, message: StageForward) -> None:
+        await self._computing.wait_for(message.update, is_new=True)
+        batch = self.batches.open(message.driver, message.first, message.n, message.update)
+        await self._require_entered(batch, PeerId(message.source))
+        await self._computing.forward(batch)
+
+    async def _backward(self, message: StageBackward) -> None:
+        await self._computing.wait_for(message.update, is_new=False)
+        batch = self.batches.open(message.driver, message.first, message.n, message.update)
+        if batch.is_added and batch.backward:
+            return
+        await self._require_entered(batch, PeerId(message.source))
+        gradient = await self.fetch(batch, self._next_stage, PeerId(message.gradient_source), "backward")
+        await self._computing.backward(batch, gradient, message.loss)
+
+    async def _require_entered(self, batch: Batch, source: PeerId) -> None:
+        """Have what enters the stage here. Raises Lacking."""
+        if not batch.entered:
+            assert self._run.stage is not None
+            batch.entered = await self.fetch(batch, self._run.stage - 1, source, "forward")
+
+    @property
+    def _next_stage(self) -> int:
+        """The stage behind this one; behind the last is the model's head."""
+        assert self._run.stage is not None
+        return (self._run.stage + 1) % len(self._run.stages)
+
+    # --- what drivers ask ----------------------------------------------------------------------------------------
+
+    def holds(self, ledger: str) -> bool:
+        """Does this daemon hold a stage, by its ledger?"""
+        return self._find_local(ledger) is not None
+
+    async def ask(self, peer: PeerId, message: StageForward | StageBackward, timeout_s: float) -> StageDone:
+        """Have a holder, which may be in this daemon, compute a pass. Raises PeerError."""
+        if peer == self._me:
+            local = self._find_local(message.run)
+            if local is None:
+                raise Unreachable("this peer has left that stage")
+            return await local.compute(message)
+        done: StageDone | None = None
+
+        async def watch(scope: trio.CancelScope) -> None:
+            """Stop waiting for a holder that gives no sign of life: a process may be stopped, or a cable cut."""
+            while True:
+                await trio.sleep(PING_S)
+                try:
+                    await self._rpc.call(peer, Ping(), timeout_s=SILENT_S)
+                except PeerError:
+                    scope.cancel()
+
+        error: PeerError = PeerTimeout(f"{peer[-8:]} gives no sign of life")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch, nursery.cancel_scope)
+            try:
+                reply, _ = await self._rpc.call(peer, message, timeout_s=timeout_s, purpose="bulk")
+                if not isinstance(reply, StageDone):
+                    raise RemoteProtocolError(f"expected the end of a pass, got {type(reply).__name__}")
+                done = reply
+            except PeerError as failure:
+                error = failure
+            nursery.cancel_scope.cancel()
+        if done is None:
+            raise error
+        return done
+
+    def forget(self, driver: str, first: int) -> None:
+        """Forget a micro-batch that is over."""
+        self._computing.forget(driver, first)
+
+    def tell_forget(self, peer: PeerId, ledger: str, first: int) -> None:
+        """Tell a holder that a micro-batch of this driver is over."""
+        if peer == self._me:
+            local = self._find_local(ledger)
+            if local is not None:
+                local.forget(self._me, first)
+            return
+        message = StageForget(run=ledger, driver=self._me, first=first)
+        self._tasks.start_soon(tell_peer, self._rpc, peer, lambda channel: channel.send(message))
+
+    # --- what goes from holder to holder -----------------------------------------------------------------------
+
+    async def fetch(self, batch: Batch, stage: int, source: PeerId, direction: Direction) -> bytes:
+        """Fetch what left another stage, forward or back. Raises Lacking."""
+        ledger = self._run.in_stage(stage).id
+        if source == self._me:
+            local = self._find_local(ledger)
+            kept = local.batches.find(batch.driver, batch.first, batch.update) if local is not None else None
+            raw = kept.left(direction) if kept is not None else b""
+            if not raw:
+                raise Lacking(direction)
+            return raw
+        try:
+            return await self._fetch_parts(source, ledger, batch, direction)
+        except PeerError as error:
+            logger.info("%s gives nothing of draws from %d: %s", source[-8:], batch.first, error)
+            raise Lacking(direction) from None
+
+    async def _fetch_parts(self, source: PeerId, ledger: str, batch: Batch, direction: Direction) -> bytes:
+        """Fetch activations in parts, several at once. Raises PeerError."""
+
+        async def fetch_part(number: int) -> int:
+            want = WantActivations(
+                run=ledger,
+                update=batch.update,
+                driver=batch.driver,
+                first=batch.first,
+                direction=direction,
+                part=number,
+            )
+            reply, frame = await self._rpc.call(source, want, timeout_s=FETCH_TIMEOUT_S, purpose="bulk")
+            if not isinstance(reply, ActivationsAre) or reply.part[0] != number or reply.part[1] > MOST_PARTS:
+                raise RemoteProtocolError(f"expected part {number} of activations")
+            parts[number] = bytes(frame.payload)
+            return reply.part[1]
+
+        parts: dict[int, bytes] = {}
+        n_parts = await fetch_part(0)
+        for first in range(1, n_parts, PARTS_AT_ONCE):
+            errors: list[PeerError] = []
+
+            async def try_part(number: int, errors: list[PeerError] = errors) -> None:
+                try:
+                    await fetch_part(number)
+                except PeerError as error:
+                    errors.append(error)
+
+            async with trio.open_nursery() as nursery:
+                for number in range(first, min(first + PARTS_AT_ONCE, n_parts)):
+                    nursery.start_soon(try_part, number)
+            if errors:
+                raise errors[0]
+        return b"".join(parts[number] for number in range(n_parts))
+
+    async def _give(self, channel: Channel, message: WantActivations) -> None:
+        """Give a part of what left this stage."""
+        batch = self.batches.find(message.driver, message.first, message.update)
+        raw = batch.left(message.direction) if batch is not None else b""
+        n_parts = -(-len(raw) // PART_BYTES)
+        if message.part >= n_parts:
+            await channel.send(refusal_for(message, Refused(Code.NOT_HELD, "that is not kept here")))
+            return
+        start = message.part * PART_BYTES
+        part = memoryview(raw)[start : start + PART_BYTES]
+        await channel.answer(ActivationsAre(message.id, (message.part, n_parts)), part)

@@ -1,0 +1,81 @@
+"""A trainer's part in a stage: what it computes, what it does for drivers, and where it drives itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import trio
+
+from swarmd.net.tasks import Tasks
+from swarmd.plan.runs import progress
+from swarmd.plan.runs.progress import Action, MemberProgress
+from swarmd.plan.runs.stages import decide_stage_action
+from swarmd.protocol.runs.recipe import ENDS
+from swarmd.train.stages.computing import StageComputing
+from swarmd.train.stages.driving import Driver
+from swarmd.train.stages.holding import FindLocal, StageHolder
+from swarmd.train.stages.source import StageSource
+from swarmd.train.store.data import Data
+from swarmd.train.store.member_services import MemberServices
+from swarmd.train.store.members import Members
+from swarmd.train.vectors.error_feedback import Feedback
+from swarmd.train.vectors.state import RunState
+from swarmd.values import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class StagePorts:
+    """What a holder of a stage is given: what computes, the run's data, and who holds other stages in this daemon."""
+
+    source: StageSource
+    data: Data
+    find_local: FindLocal
+
+
+class StagePart:
+    """See the module. ``driver``: of who holds the model's ends."""
+
+    def __init__(self, services: MemberServices, computing: StageComputing, tasks: Tasks, ports: StagePorts) -> None:
+        self.source = ports.source
+        self.driver: Driver | None = None
+        self._services = services
+        self._computing = computing
+        run = services.chronicle.run
+        trainer = services.trainer
+        self.holder = StageHolder(trainer.rpc, run, computing, tasks, ports.find_local)
+        if run.stage == ENDS:
+            stages = {}
+            for stage in run.stages[1:]:
+                assert stage.stage is not None
+                stages[stage.stage] = Members(
+                    stage.id, run.whole, services.me, trainer.view, trainer.rpc.network.learn, trainer.rpc.standing
+                )
+            self.driver = Driver(
+                services.me,
+                run,
+                services.chronicle.ledger,
+                computing,
+                self.holder,
+                stages,
+                services.members,
+                ports.data,
+                services.news,
+            )
+
+    async def run(self, state: RunState, feedback: Feedback) -> None:
+        """Compute what others ask for and, holding the model's ends, drive, until cancelled. Raises SwarmError."""
+        self._computing.begin(self.source, state, feedback)
+        if self.driver is not None:
+            await self.driver.run()
+
+    def decide_action(self, me: MemberProgress, other_members: Sequence[MemberProgress]) -> Decision[Action]:
+        """Choose what to do now."""
+        services = self._services
+        records = services.members.look(trio.current_time())
+        holders = [peer for peer, record in records.items() if record.state_epoch == me.epoch]
+        first = progress.leader_order(me.head, [*holders, services.me])[0]
+        n_under_way = self._computing.batches.n_under_way
+        target = services.chronicle.run.recipe.batch.target
+        is_behind = services.is_left_behind
+        return decide_stage_action(me, other_members, target, is_behind, n_under_way, first == services.me)

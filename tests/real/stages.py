@@ -1,0 +1,168 @@
+"""Runs in stages with real daemons: start one, watch it, and compute again on one machine what its ledgers say."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from swarmd.plan.runs.ledger import Ledger
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.commit import Commit
+from swarmd.train.store.disk import RunFolder, known_runs
+from swarmd.values import PeerId
+from tests.real.harness import LocalSwarm, Volunteer
+from tests.real.training import _backward, _rows, wait_know
+from tests.train.world import torch_optimizer
+
+Draw = tuple[str, int]
+
+
+def rows_of(volunteer: Volunteer, name: str = "run") -> dict[int, dict[str, Any]]:
+    """What a daemon says of each stage that it keeps anything of."""
+    return {r["stage"]: r for r in volunteer.ask("train")["runs"] if r["name"] == name}
+
+
+def held_by(volunteer: Volunteer, name: str = "run") -> list[int]:
+    """The stages that a volunteer holds."""
+    return [stage for stage, row in rows_of(volunteer, name).items() if row["role"] == "train"]
+
+
+def join_stage(swarm: LocalSwarm, volunteer: Volunteer, stage: int | None = None, name: str = "run") -> None:
+    """Have a volunteer hold a stage of another peer's run, as soon as it knows it."""
+    wait_know(swarm, volunteer, name)
+    chosen = {} if stage is None else {"stage": str(stage)}
+    volunteer.ask("train/join", "POST", name=name, role="train", **chosen)
+
+
+def update_of(volunteer: Volunteer, name: str = "run") -> int:
+    """The update whose state all stages that a volunteer holds have."""
+    held = [row for row in rows_of(volunteer, name).values() if row["role"] == "train"]
+    return min((row["state_update"] or 0 for row in held), default=0)
+
+
+def wait_stages(swarm: LocalSwarm, volunteers: list[Volunteer], update: int, within_s: float = 120.0) -> None:
+    """Wait until all that these hold is at an update, or past it."""
+    swarm.wait(lambda: min(map(update_of, volunteers)) >= update, f"update {update} of all stages", within_s=within_s)
+
+
+def folders_of(volunteers: list[Volunteer], name: str = "run") -> dict[int, list[RunFolder]]:
+    """The folders of each stage, of all volunteers that keep anything of it."""
+    found = defaultdict(list)
+    for volunteer in volunteers:
+        for folder in known_runs(volunteer.home.runs).values():
+            run = folder.run()
+            if run.recipe.name == name and run.stage is not None:
+                found[run.stage].append(folder)
+    return found
+
+
+def ledger_in(folder: RunFolder) -> Ledger:
+    """Read and verify the ledger of one stage."""
+    ledger = Ledger(folder.run())
+    anchors = {0: tuple(PeerId(a) for a in ledger.run.recipe.anchors)}
+    for raw in folder.commits():
+        ledger.add(commits.read_untrusted(raw, anchors))
+    return ledger
+
+
+def ledgers_of(volunteers: list[Volunteer], name: str = "run") -> dict[int, Ledger]:
+    """The longest ledger of each stage; all tell one story."""
+    longest = {}
+    for stage, folders in folders_of(volunteers, name).items():
+        ledgers = sorted(map(ledger_in, folders), key=lambda ledger: ledger.epoch)
+        for ledger in ledgers:
+            digests = [sealed.digest for sealed in ledger.sealed]
+            assert digests == [sealed.digest for sealed in ledgers[-1].sealed[: ledger.epoch]]
+        longest[stage] = ledgers[-1]
+    return longest
+
+
+def draws_of(commit: Commit) -> Counter[Draw]:
+    """Whose draws a commit has counted, and how often each."""
+    counted: Counter[Draw] = Counter()
+    for draws in commit.draws:
+        for drawn in draws:
+            counted.update((drawn.driver, drawn.first + k) for k in range(drawn.n))
+    return counted
+
+
+class Replay:
+    """One machine that computes what the ledgers of all stages say, with torch's own optimizers."""
+
+    def __init__(self, ledgers: dict[int, Ledger], model_folder: Path, data: Path) -> None:
+        self.losses: list[float] = []
+        self._ledgers = ledgers
+        recipe = ledgers[0].run.recipe
+        self._rows = _rows(recipe, data)
+        self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
+        named = dict(self.model.named_parameters())
+        n_blocks = self.model.config.num_hidden_layers
+        borders = (*recipe.first_blocks, n_blocks)
+        self.names: dict[int, list[str]] = {stage: [] for stage in ledgers}
+        for name in named:
+            block = re.search(r"layers\.(\d+)\.", name)
+            inside = [s for s in range(1, len(borders)) if block and borders[s - 1] <= int(block[1]) < borders[s]]
+            self.names[inside[0] if inside else 0].append(name)
+        self._named = named
+        self._optimizers = {s: torch_optimizer(recipe.optimizer, {n: named[n] for n in self.names[s]}) for s in ledgers}
+        self.update = 0
+
+    def advance(self) -> None:
+        """Take one update of all stages."""
+        by_stage = {s: ledger.sealed[self.update].commit for s, ledger in self._ledgers.items()}
+        draws = {s: draws_of(commit) for s, commit in by_stage.items()}
+        groups: dict[tuple[int, ...], list[Draw]] = defaultdict(list)
+        for draw in sorted(set().union(*draws.values())):
+            groups[tuple(draws[s][draw] for s in sorted(draws))].append(draw)
+        total = {name: torch.zeros_like(p) for name, p in self._named.items()}
+        for times, group in groups.items():
+            self.model.zero_grad()
+            for peer, draw in group:
+                _backward(self.model, self._rows, peer, range(draw, draw + 1), 1)
+            for s, n in zip(sorted(draws), times, strict=True):
+                for name in self.names[s]:
+                    total[name] += self._named[name].grad * n
+        for s, commit in by_stage.items():
+            assert not commit.restores or commit.restores == commit.parent, "it went back"
+            if commit.restores:
+                continue
+            for name in self.names[s]:
+                self._named[name].grad = total[name] / commit.n_samples
+            self._optimizers[s].step()
+        self.update += 1
+
+    def vector(self, stage: int) -> np.ndarray:
+        """The parameters of a stage, as its state has them."""
+        return torch.cat([self._named[name].detach().flatten() for name in self.names[stage]]).numpy()
+
+
+def errors_of_replay(
+    volunteers: list[Volunteer], starter: Volunteer, name: str = "run"
+) -> dict[tuple[int, int], float]:
+    """Relative L2 between each checkpoint of each stage and the ledgers replayed up to there, by stage and update."""
+    ledgers = ledgers_of(volunteers, name)
+    saved = {}
+    for stage, folders in folders_of(volunteers, name).items():
+        for folder in folders:
+            for checkpoint in folder.saved():
+                with safe_open(str(checkpoint.path), "np") as file:
+                    saved[stage, checkpoint.epoch] = np.asarray(file.get_tensor("parameters"))
+    home = starter.home.folder
+    replay = Replay(ledgers, home / "models" / f"{name}-0", next((home / "data").glob(f"{name}-*")))
+    errors = {}
+    last = min(ledger.epoch for ledger in ledgers.values())
+    while replay.update < last:
+        replay.advance()
+        for stage in ledgers:
+            found = saved.get((stage, replay.update))
+            if found is not None:
+                expected = replay.vector(stage)
+                errors[stage, replay.update] = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    return errors
