@@ -332,6 +332,8 @@ class Trainer:
         under_way = self.joining.doing or why_behind
         if under_way:
             return under_way
+        if self.stage is not None and self.stage.doing:
+            return self.stage.doing
         n_left = self.computing.workload.audit_left
         audits = f"computes again what others gave, {count(n_left, 'sample')} yet; " if n_left else ""
         return f"{audits}{self.why}"

@@ -19,6 +19,7 @@ from swarmd.train.rounds.round import Round
 from swarmd.train.rounds.signing import ContributingMember
 from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.services import Tell
+from swarmd.train.vectors.scratch import new_in_memory
 from swarmd.train.vectors.work import GatheredWork
 from swarmd.values import PeerId
 
@@ -99,6 +100,7 @@ class Participation:
             offered.coded,
             sign=partial(self._signer.share, group.parent, root, offered),
             off_loop=self._services.trainer.off_loop,
+            new_vector=state.scratch.new if state is not None else new_in_memory,
         )
         self._begun.append(group.round)
         self._scope = self._tasks.start_soon(self._live_round, self.round, leader)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from swarmd.errors import OutOfStep
 from swarmd.plan.runs.partition import CHUNK_BYTES
 from swarmd.train.vectors.codecs import Buffer, Codec, CodedVector
 from swarmd.train.vectors.coded_sums import add_contributions, reduce_contributions
+from swarmd.train.vectors.scratch import NewVector, new_in_memory
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
 from swarmd.values import PeerId
@@ -85,6 +84,7 @@ class ReducedPart:
     chunk: int
     codec: Codec
     total: Vector
+    new_vector: NewVector = new_in_memory
     own_contribution: tuple[PeerId, CodedVector] | None = None
     contributions: dict[PeerId, IncomingPart] = field(default_factory=dict)
     subtotals: dict[PeerId, IncomingPart] = field(default_factory=dict)
@@ -108,15 +108,18 @@ class ReducedPart:
 
     def begin_again(self) -> None:
         """Begin another version of the group, from what is here."""
-        self.total = np.empty_like(self.total)
+        self.total = self._new_vector()
         self.results = []
         self.subtotals = {}
+
+    def _new_vector(self) -> Vector:
+        return self.new_vector(self.end - self.start, str(self.total.dtype))
 
     def incoming_from(self, peer: PeerId, is_subtotal: bool = False) -> IncomingPart:
         """Return what has come of a member: its own numbers, or what all below it give."""
         incoming = self.subtotals if is_subtotal else self.contributions
         if peer not in incoming:
-            incoming[peer] = IncomingPart(np.empty_like(self.total), self.start)
+            incoming[peer] = IncomingPart(self._new_vector(), self.start)
         return incoming[peer]
 
     def lacks(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import numpy as np
 import trio
 
 from swarmd.net.rpc import Rpc
@@ -28,6 +27,7 @@ from swarmd.train.rounds.round_progress import PresentVersion, RoundProgress, be
 from swarmd.train.rounds.sending import BEAT_INTERVAL_S, Sending
 from swarmd.train.store.services import OffLoop, Wakeups
 from swarmd.train.vectors.codecs import CodedVector, codec_of
+from swarmd.train.vectors.scratch import NewVector, new_in_memory
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_in
 from swarmd.values import PeerId
@@ -61,8 +61,10 @@ class Round:
         coded: CodedVector | None,
         sign: Callable[[bytes, ContributionProjection], ContributionShare],
         off_loop: OffLoop[Any],
+        new_vector: NewVector = new_in_memory,
     ) -> None:
         self._sign = sign
+        self._new_vector = new_vector
         self._codec = codec_of(recipe)
         self._chunk = chunk_elements(self._codec)
         self._me = rpc.network.peer_id
@@ -157,13 +159,14 @@ class Round:
             if known:
                 known.begin_again()
                 continue
-            total: Vector = np.empty(end - start, group.dtype)
+            total = self._new_vector(end - start, group.dtype)
             self._parts[start, end] = ReducedPart(
                 start,
                 end,
                 self._chunk,
                 self._codec,
                 total,
+                self._new_vector,
                 own_contribution,
             )
         return progress

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from swarmd.errors import OutOfStep
 from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.wire.rounds import Beat, Group, GroupPart, Reduced
@@ -19,6 +17,7 @@ from swarmd.train.rounds.groups import counted_of
 from swarmd.train.rounds.heartbeats import HeartbeatState, make_heartbeat
 from swarmd.train.rounds.parts import MOST_SQUARES, ReducedPart, Result
 from swarmd.train.vectors.codecs import Buffer
+from swarmd.train.vectors.scratch import NewVector, new_in_memory
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
 from swarmd.values import PeerId
@@ -159,11 +158,12 @@ def begin_version(
     me: PeerId,
     chunk: int,
     parts: Mapping[Key, ReducedPart],
+    new_vector: NewVector = new_in_memory,
 ) -> RoundProgress:
     """Begin a version of a group as one of its members, who has nothing of its average."""
     duties = duties_of(group, me)
     gets_average = any(m.peer == me and m.receives for m in group.members)
-    average: Vector | None = np.empty(group.n_elements, group.dtype) if gets_average else None
+    average = new_vector(group.n_elements, group.dtype) if gets_average else None
     told = {(part.start, part.end) for told_parts in duties.tells.values() for part in told_parts}
     relayed: dict[Key, list[Result]] = {key: [] for key in told & duties.bringers.keys()}
     return RoundProgress(group, me, chunk, parts, duties, average, relayed)

@@ -106,7 +106,7 @@ class StageComputing:
                 if here is not None and here > update:
                     raise Stale(here)
                 is_here = here == update and self._state is not None and not self._state.is_changing
-                if is_here and (self._is_allowed or not is_new):
+                if is_here and (self._is_allowed if is_new else not self.work.offered.n):
                     return
                 await self._news.wait()
         raise Refused(Code.NO_CAPACITY, f"the state of update {update} is not here, or in a round, for too long", 1.0)
@@ -136,22 +136,28 @@ class StageComputing:
         """Compute a pass that adds gradients to the sum, once: who asks again is given what it came to."""
         if not math.isfinite(loss):
             raise Refused(Code.NOT_FINITE, "the loss is not finite")
-        async with self._turns.take(act):
-            if batch.is_added:
-                return loss, batch.backward
-            state = self._require_state(batch)
-            since = self.work.since
-            try:
-                result = await self._ask(batch, act, inputs, is_fresh=not since.n)
-            except SourceLost:
-                self.work.drop_since()  # half of it may have been added
-                raise
-            if since is not self.work.since or state.epoch != batch.update:
-                self.work.n_wasted += batch.n  # the sum was offered meanwhile, or is of another state
-                raise Stale(state.epoch)
-            batch.is_added = True
-            self._note_added(batch, loss)
-            return result
+        while True:
+            await self.wait_for(batch.update, is_new=False)
+            async with self._turns.take(act):
+                if batch.is_added:
+                    return loss, batch.backward
+                if not self.work.offered.n:
+                    return await self._add(batch, act, inputs, loss)
+
+    async def _add(self, batch: Batch, act: Act, inputs: StageInputs, loss: float) -> tuple[float, bytes]:
+        state = self._require_state(batch)
+        since = self.work.since
+        try:
+            result = await self._ask(batch, act, inputs, is_fresh=not since.n)
+        except SourceLost:
+            self.work.drop_since()  # half of it may have been added
+            raise
+        if since is not self.work.since or state.epoch != batch.update:
+            self.work.n_wasted += batch.n  # the sum was offered meanwhile, or is of another state
+            raise Stale(state.epoch)
+        batch.is_added = True
+        self._note_added(batch, loss)
+        return result
 
     async def _compute(self, batch: Batch, act: Act, inputs: StageInputs) -> tuple[float, bytes]:
         async with self._turns.take(act):
@@ -206,8 +212,9 @@ class StageComputing:
         return self._returns.limit_s()
 
     def go_on(self) -> None:
-        """Let micro-batches begin."""
+        """Let micro-batches begin; what was lent to a round that came to nothing is added to again."""
         if not self._is_allowed:
+            self.work.take_back()
             self._is_allowed = True
             self._news.notify()
 
@@ -233,7 +240,7 @@ class StageComputing:
             while self.batches.n_under_way:
                 await self._news.wait()
         async with self._turns.take("hold"):
-            await self._services.off_loop(self.work.offer)
+            self.work.lend()
         if self._feedback is not None:
             try:
                 self.work.offered = await self._services.off_loop(self._feedback.code, self.work.offered, math.inf)

@@ -27,7 +27,7 @@ from swarmd.train.stages.holding import Lacking, StageHolder
 from swarmd.train.store.data import Data
 from swarmd.train.store.members import Members
 from swarmd.train.store.services import Wakeups
-from swarmd.values import PeerId, count
+from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class Driver:
         started_at = trio.current_time()
         trip.asked.add(key)
         self._note(key, n_under_way=self._seen.get(key, Holder()).n_under_way + 1)
-        self.doing = f"{count(self.n_under_way, 'micro-batch')} under way"
+        self.doing = f"micro-batches under way: {self.n_under_way}"
         try:
             reply = await self._holder.ask(peer, message, self._took.limit_s())
         finally:

@@ -63,6 +63,11 @@ class StagePart:
                 services.news,
             )
 
+    @property
+    def doing(self) -> str:
+        """What the driver here waits for, for people; "" without one, or while none of its micro-batches travel."""
+        return self.driver.doing if self.driver is not None and self.driver.n_under_way else ""
+
     async def run(self, state: RunState, feedback: Feedback) -> None:
         """Compute what others ask for and, holding the model's ends, drive, until cancelled. Raises SwarmError."""
         self._computing.begin(self.source, state, feedback)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import math
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,9 +24,8 @@ from swarmd.protocol.models.manifest import CHUNK_BYTES, Entry, Manifest
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.runs.recipe import Recipe, Run
 from swarmd.train.vectors.optimizers import OuterOptimizer, centre_of, matrix_ranges, outer_moments
+from swarmd.train.vectors.scratch import Scratch
 from swarmd.values import RunId
-
-logger = logging.getLogger(__name__)
 
 Vector = npt.NDArray[np.floating]
 DTYPES = {"float32": "F32", "float64": "F64"}
@@ -115,7 +112,7 @@ class RunState:
         self.averages: dict[int, Average] = {}
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
-        self._folder = folder
+        self.scratch = Scratch(folder)
         matrices = matrix_ranges(layout.tensor_ranges())
         self._optimizer = OuterOptimizer(run.recipe, parameters, self.moments, matrices)
 
@@ -247,21 +244,8 @@ class RunState:
 
     def _keep_average(self, commit: Commit, average: Vector) -> None:
         n_kept = max(1, self._average_limit_bytes // max(1, average.nbytes))
-        kept = average if self._folder is None else write_out(average, self._folder)
-        averages = {**self.averages, commit.epoch: Average(self.run.id, commit, kept)}
+        averages = {**self.averages, commit.epoch: Average(self.run.id, commit, self.scratch.write_out(average))}
         self.averages = {epoch: averages[epoch] for epoch in sorted(averages)[-n_kept:]}
-
-
-def write_out(values: Vector, folder: Path) -> Vector:
-    """Return the same numbers as a file without a name, whose memory the system may take back; as they are in need."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            values.tofile(file)
-            file.flush()
-            return np.memmap(file, values.dtype, "r", shape=values.shape)
-    except OSError as error:
-        logger.warning("an average stays in memory: %s: %s", folder, error.strerror)
-        return values
 
 
 class Average:

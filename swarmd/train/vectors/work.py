@@ -119,6 +119,18 @@ class UncountedWork:
         )
         self.since = GatheredWork()
 
+    def lend(self) -> None:
+        """Move what is there into the round as it is, without a copy: nothing may be added to it until it is back."""
+        if not self.offered.n:
+            self.offered = self.since
+            self.since = GatheredWork()
+
+    def take_back(self) -> None:
+        """Go on adding to what was lent to a round of which nothing came."""
+        if self.offered.n and not self.since.n:
+            self.since = replace(self.offered, coded=None)
+            self.offered = GatheredWork()
+
     def settle(self, commit: Commit) -> bool:
         """Settle a commit on the state that all of this was computed on; did it count what was offered?"""
         offered = self.offered
