@@ -189,6 +189,7 @@ class Trainer:
             self._tasks,
             end_round=self.joining.participation.end_round,
             settle=self._settle_work,
+            clip_of=self.stage.norms.clip_of if self.stage is not None and self.run_spec.recipe.clip_norm else None,
         )
         self.state = state
         return state

@@ -97,7 +97,7 @@ class Replay:
     """One machine that computes what the ledgers of all stages say, with torch's own optimizers."""
 
     def __init__(self, ledgers: dict[int, Ledger], model_folder: Path, data: Path) -> None:
-        self.losses: list[float] = []
+        self.clips: list[float] = []
         self._ledgers = ledgers
         recipe = ledgers[0].run.recipe
         self._rows = _rows(recipe, data)
@@ -129,12 +129,19 @@ class Replay:
             for s, n in zip(sorted(draws), times, strict=True):
                 for name in self.names[s]:
                     total[name] += self._named[name].grad * n
+        limit = self._ledgers[0].run.recipe.clip_norm
+        means = {
+            name: total[name] / max(1, commit.n_samples) for s, commit in by_stage.items() for name in self.names[s]
+        }
+        norm = float(torch.stack([mean.double().square().sum() for mean in means.values()]).sum().sqrt())
+        clip = min(1.0, limit / norm) if limit else 1.0
+        self.clips.append(clip)
         for s, commit in by_stage.items():
             assert not commit.restores or commit.restores == commit.parent, "it went back"
             if commit.restores:
                 continue
             for name in self.names[s]:
-                self._named[name].grad = total[name] / commit.n_samples
+                self._named[name].grad = means[name] * clip
             self._optimizers[s].step()
         self.update += 1
 

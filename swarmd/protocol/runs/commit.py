@@ -62,7 +62,8 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     the state that it is applied to. The gradient that is applied is the average times ``clip``. ``late``: how many
     draws of each contributor, its first ones, were computed on the state before ``state``; ``anew``: who has nothing
     left from draws that were counted before (steps of its own, what was rounded off). () where that is so of none.
-    ``draws``: in a run of stages, whose draws each contributor has added up; its own count is of those.
+    ``draws``: in a run of stages, whose draws each contributor has added up; its own count is of those. ``norm``: of
+    the average, where all stages are clipped together: ``clip`` follows from the norms of them all.
     """
 
     run: Digest
@@ -78,6 +79,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     late: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     anew: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     draws: Annotated[tuple[Draws, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    norm: Size = 0.0
 
     @property
     def n_samples(self) -> int:

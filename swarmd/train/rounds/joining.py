@@ -45,7 +45,9 @@ class Joining:
         self._is_in = False
         self.leaders = Leaders(self._me, services.members)
         self.following = Following(self._me)
-        self.signer = ContributingMember(self._chronicle.ledger, services.trainer.identity, services.clip_factor)
+        self.signer = ContributingMember(
+            self._chronicle.ledger, services.trainer.identity, services.clip_factor, services.norm_in_stages
+        )
         self.participation = Participation(services, self.signer, self._tasks, self._tell_member)
         self.leadership = Leadership(services, self.following, self.leaders, self._tasks, self._tell_member)
         self.counters = self.leadership.counters

@@ -65,6 +65,7 @@ class Leadership:
                 self.counters.timing,
                 self._services.clip_factor,
                 lambda: self._services.n_wanted,
+                self._services.norm_in_stages,
             )
             self.leader = Leader(
                 basis,

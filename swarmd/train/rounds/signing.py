@@ -29,11 +29,13 @@ class ContributingMember:
         ledger: Ledger,
         identity: Identity,
         clip: Callable[[bytes], float],
+        norm: Callable[[bytes], float],
     ) -> None:
         self.backed: BackedCommit | None = None
         self._ledger = ledger
         self._identity = identity
         self._clip = clip
+        self._norm = norm
 
     def share(
         self, parent: bytes, state: bytes, offered: GatheredWork, average: bytes, projection: ContributionProjection
@@ -74,6 +76,9 @@ class ContributingMember:
             raise IntegrityError("a commit that counts others than the group's members")
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
+        norm = self._norm(commit.average)
+        if not math.isclose(commit.norm, norm, rel_tol=CLIP_TOLERANCE):
+            raise IntegrityError(f"a commit of an average with the norm {commit.norm}; expected {norm}")
         if not backing.is_sum_right(backed.shares, account.average, account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")
         self.backed = backed

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 LONGEST_S = 3_600.0  # of a round, whatever links were announced
 LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 
-Clip = Callable[[bytes], float]
-"""The clip factor of an average that this peer holds, by its hash."""
+OfAverage = Callable[[bytes], float]
+"""The clip factor, or the norm, of an average that this peer holds, by its hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,9 @@ class RoundBasis:
     ledger: Ledger
     generation: int
     timing: Timing
-    clip: Clip
+    clip: OfAverage
     n_wanted: Callable[[], int]
+    norm: OfAverage
 
 
 @dataclass(slots=True)
@@ -307,6 +308,7 @@ class GroupVersions:
             state=self._joined[basis.me].state,
             learning_rate=ledger.run.recipe.learning_rate(ledger.steps + 1),
             clip=basis.clip(average),
+            norm=basis.norm(average),
             late=commits.omit_if_all_zero([share.late for share in shares]),
             anew=commits.omit_if_all_zero([share.anew for share in shares]),
             draws=commits.omit_if_all_zero([share.draws for share in shares]),

@@ -15,6 +15,7 @@ from swarmd.protocol.runs.recipe import ENDS
 from swarmd.train.stages.computing import StageComputing
 from swarmd.train.stages.driving import Driver
 from swarmd.train.stages.holding import FindLocal, StageHolder
+from swarmd.train.stages.norms import StageNorms
 from swarmd.train.stages.source import StageSource
 from swarmd.train.store.data import Data
 from swarmd.train.store.member_services import MemberServices
@@ -34,7 +35,7 @@ class StagePorts:
 
 
 class StagePart:
-    """See the module. ``driver``: of who holds the model's ends."""
+    """See the module. ``driver``: of who holds the model's ends; ``norms``: of all stages."""
 
     def __init__(self, services: MemberServices, computing: StageComputing, tasks: Tasks, ports: StagePorts) -> None:
         self.source = ports.source
@@ -44,13 +45,14 @@ class StagePart:
         run = services.chronicle.run
         trainer = services.trainer
         self.holder = StageHolder(trainer.rpc, run, computing, tasks, ports.find_local)
+        stages = {}
+        for stage in run.stages:
+            assert stage.stage is not None
+            stages[stage.stage] = Members(
+                stage.id, run.whole, services.me, trainer.view, trainer.rpc.network.learn, trainer.rpc.standing
+            )
+        self.norms = StageNorms(trainer.rpc, services.chronicle, stages)
         if run.stage == ENDS:
-            stages = {}
-            for stage in run.stages[1:]:
-                assert stage.stage is not None
-                stages[stage.stage] = Members(
-                    stage.id, run.whole, services.me, trainer.view, trainer.rpc.network.learn, trainer.rpc.standing
-                )
             self.driver = Driver(
                 services.me,
                 run,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import msgspec
 import trio
 
 from swarmd.errors import SwarmError
@@ -36,7 +37,8 @@ RETRY_FAILED_S = 1.0  # after everybody said no
 class CatchingUp:
     """See the module. ``settle`` is told of each commit that is applied, or of None when work is void.
 
-    ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``tasks``.
+    ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``tasks``. ``clip_of``: by
+    what a stage's update is clipped with all others; None while that is not known.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class CatchingUp:
         *,
         end_round: Callable[[], None],
         settle: Callable[[Commit | None], None],
+        clip_of: Callable[[Commit], Awaitable[float | None]] | None = None,
     ) -> None:
         self.why = ""
         self.n_times = 0
@@ -66,6 +69,7 @@ class CatchingUp:
         self._averages_gone: int | None = None  # of which update nobody gave them
         self._get = get
         self._settle = settle
+        self._clip_of = clip_of
         self._is_mistrusted = False
         self._behind_since: float | None = None
 
@@ -100,8 +104,22 @@ class CatchingUp:
         commit = missed[0]
         if commit.restores:
             return False
+        clipped = await self._clip(commit)
+        if clipped is None:
+            await trio.sleep(RETRY_S)
+            return True
         average = self._averages.take(commit.average, self._ledger.head)
-        return average is not None and await self._apply_average(commit, average)
+        return average is not None and await self._apply_average(clipped, average)
+
+    async def _clip(self, commit: Commit) -> Commit | None:
+        """Return a commit with what clips it in all stages; None while others have not committed that update."""
+        if self._clip_of is None:
+            return commit
+        clip = await self._clip_of(commit)
+        if clip is None:
+            self.why = f"waits for other stages to end update {commit.epoch}"
+            return None
+        return msgspec.structs.replace(commit, clip=clip)
 
     async def _apply_average(self, commit: Commit, average: Vector) -> bool:
         """Apply a commit; False when it was made of another state than this one, which is then given up."""
@@ -206,7 +224,10 @@ class CatchingUp:
                 self._averages_gone = newest  # unless they come: records are older than what they tell
                 average = await self._fetch_vectors(commit.average, donors, ("average",), self._state.n_averaged)
                 self._averages_gone = None
-                await self._apply_average(commit, average["average"])
+                clipped = await self._clip(commit)
+                if clipped is None:
+                    return False
+                await self._apply_average(clipped, average["average"])
             if self._is_mistrusted:
                 return True
         return True

@@ -44,5 +44,11 @@ class MemberServices:
         return self.members.are_stages_past(self.chronicle.ledger.epoch)
 
     def clip_factor(self, average: bytes) -> float:
-        """Return the clip factor of an average that this peer holds, by its hash."""
-        return self.averages.clip_factor(average, self.chronicle.run.recipe.clip_norm)
+        """Return the clip factor of an average that this peer holds, by its hash; 1 for one stage's alone."""
+        recipe = self.chronicle.run.recipe
+        return self.averages.clip_factor(average, 0.0 if recipe.is_in_stages else recipe.clip_norm)
+
+    def norm_in_stages(self, average: bytes) -> float:
+        """Return the norm of a stage's average that this peer holds, where all stages are clipped together; else 0."""
+        recipe = self.chronicle.run.recipe
+        return self.averages.norm(average) if recipe.is_in_stages and recipe.clip_norm else 0.0

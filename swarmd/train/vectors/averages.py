@@ -29,6 +29,13 @@ class Averages:
         """Compute what clips an average to the norm ``limit`` (0: none); 1 for one that is not here."""
         return clip_factor(self._known[digest][1], limit) if digest in self._known else 1.0
 
+    def norm(self, digest: bytes) -> float:
+        """Compute the norm of an average; 0 for one that is not here."""
+        if digest not in self._known:
+            return 0.0
+        average = self._known[digest][1]
+        return math.sqrt(float(np.dot(average, average)))
+
 
 def clip_factor(average: Vector, limit: float) -> float:
     """Compute what brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""

@@ -47,7 +47,9 @@ def leader_among(
     ledger, order = Ledger(run), RunOrder(run.id, 0)
     proposer = Proposer(ME, ledger, order, random.Random(1), ask_anchor)
     return Leader(
-        RoundBasis(ME, ledger.head, ledger, order.generation, Timing(), lambda average: 1.0, lambda: 8),
+        RoundBasis(
+            ME, ledger.head, ledger, order.generation, Timing(), lambda average: 1.0, lambda: 8, lambda average: 0.0
+        ),
         proposer,
         tell=tell,
         expected=lambda: expected,
