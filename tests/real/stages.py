@@ -18,10 +18,30 @@ from swarmd.protocol.runs.commit import Commit
 from swarmd.train.store.disk import RunFolder, known_runs
 from swarmd.values import PeerId
 from tests.real.harness import LocalSwarm, Volunteer
-from tests.real.training import _backward, _rows, wait_know
+from tests.real.training import _backward, _rows, start_run, tiny_model, wait_know
 from tests.train.world import torch_optimizer
 
 Draw = tuple[str, int]
+
+
+def start_in_stages(volunteer: Volunteer, n_stages: int, size: dict[str, Any] | None = None, **settings: Any) -> None:
+    """Start a run in stages of blocks, of a small model of four blocks unless ``size`` says otherwise."""
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    model = tiny_model(volunteer.home.folder / "in-stages", **(size or layers))
+    more = f"stages = {n_stages}\n{settings.pop('more', '')}"
+    start_run(volunteer, settings.pop("name", "run"), model=model, more=more, **settings)
+
+
+def memory_of(volunteer: Volunteer) -> dict[str, int]:
+    """The peak memory of a daemon and of its workers, in MB, shared vectors included in both."""
+    assert volunteer.process is not None
+    workers = {f"worker {stage}": row["worker"] for stage, row in rows_of(volunteer).items() if row["worker"]}
+    peaks = {}
+    for name, pid in {"daemon": volunteer.process.pid, **workers}.items():
+        status = Path(f"/proc/{pid}/status").read_text()
+        peaks[name] = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) // 1_000
+        peaks[f"{name}, addresses"] = int(re.findall(r"VmPeak:\s+(\d+) kB", status)[0]) // 1_000
+    return peaks
 
 
 def rows_of(volunteer: Volunteer, name: str = "run") -> dict[int, dict[str, Any]]:

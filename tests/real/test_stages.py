@@ -1,0 +1,137 @@
+"""A model in stages with real daemons: what one big machine would have computed from the same ledgers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.stages import (
+    errors_of_replay,
+    held_by,
+    join_stage,
+    ledgers_of,
+    memory_of,
+    rows_of,
+    start_in_stages,
+    update_of,
+    wait_stages,
+)
+from tests.real.training import OPTIMIZERS, command, is_back
+
+pytestmark = pytest.mark.slow
+
+CLIPPED = 'kind = "adamw"\nlearning_rate = 0.002\nclip_norm = 0.5'
+BOUND = 1e-5  # relative L2: sums in float32, in another order
+OF_360M: dict[str, Any] = {
+    "hidden_size": 960,
+    "intermediate_size": 2_560,
+    "num_hidden_layers": 32,
+    "layer_types": ["full_attention"] * 32,
+    "num_attention_heads": 15,
+    "num_key_value_heads": 5,
+    "head_dim": 64,
+    "vocab_size": 49_152,
+}
+LIMIT_BYTES = 5_000_000_000  # of addresses, of each process: 360 M parameters take 5.8 GB with gradients and moments
+
+
+def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
+    """A holder is killed, a driver's worker is killed, a holder is stopped, and nothing is guessed."""
+    with local_swarm(tmp_path) as swarm:
+        starter, one, two, again, ends = volunteers = [swarm.add("--no-serve") for _ in range(5)]
+        start_in_stages(starter, 2, optimizer=CLIPPED, target=16, every=1)
+        for volunteer, stage in ((one, 1), (two, 2), (again, 1), (ends, 0)):
+            join_stage(swarm, volunteer, stage)
+        wait_stages(swarm, volunteers, 1)
+
+        one.stop()
+        left = [v for v in volunteers if v is not one]
+        wait_stages(swarm, left, update_of(starter) + 2)
+        os.kill(rows_of(ends)[0]["worker"], signal.SIGKILL)
+        wait_stages(swarm, left, update_of(starter) + 2)
+        one.start()
+        swarm.wait(lambda: is_back(one), "the first one back", one)
+        wait_stages(swarm, volunteers, update_of(starter) + 1)
+        again.signal(signal.SIGSTOP)
+        left = [v for v in volunteers if v is not again]
+        wait_stages(swarm, left, update_of(starter) + 2)
+        again.signal(signal.SIGCONT)
+        wait_stages(swarm, volunteers, update_of(starter) + 1)
+        shown = command(starter, "train", "status", "run")
+        assert "stage 2" in shown
+        assert "blocks 2 to 3" in shown
+
+        errors = errors_of_replay(volunteers, starter)
+        assert {stage for stage, _ in errors} == {0, 1, 2}
+        assert max(errors.values()) < BOUND
+        losses = ledgers_of(volunteers)[0].losses()
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", CLIPPED], ids=["sgd", "adamw", "clipped"])
+def test_a_random_holder_is_killed_every_third_update(tmp_path: Path, optimizer: str) -> None:
+    rng = random.Random(optimizer)
+    with local_swarm(tmp_path) as swarm:
+        starter, *others = volunteers = [swarm.add("--no-serve") for _ in range(6)]
+        start_in_stages(starter, 2, optimizer=OPTIMIZERS.get(optimizer, optimizer), target=32, every=10)
+        for number, volunteer in enumerate(others, 1):
+            join_stage(swarm, volunteer, number % 3)
+        wait_stages(swarm, volunteers, 1)
+        down: Volunteer | None = None
+        for update in range(4, 42, 3):
+            if down is not None:
+                _bring_back(swarm, down)
+                wait_stages(swarm, volunteers, update - 3)
+            down = rng.choice([v for v in others if v is not down])
+            time.sleep(0.5 * rng.random())  # anywhere in a pass, a round, a fetch
+            down.stop()
+            wait_stages(swarm, [v for v in volunteers if v is not down], update)
+        assert down is not None
+        _bring_back(swarm, down)
+        wait_stages(swarm, volunteers, 41)
+        command(starter, "train", "stop", "run", "--all")
+        errors = errors_of_replay(volunteers, starter)
+        print({place: f"{error:.1e}" for place, error in errors.items()})
+        assert max(errors.values()) < BOUND
+
+
+@pytest.mark.prove
+def test_a_model_that_fits_nobody(tmp_path: Path) -> None:
+    """360 M parameters, four daemons none of which could hold them; one holder is killed, and one joins."""
+    limited = ("prlimit", f"--as={LIMIT_BYTES}")
+    with local_swarm(tmp_path) as swarm:
+        volunteers = [swarm.add("--no-serve", inside=limited) for _ in range(4)]
+        starter, one, two, again = volunteers
+        start_in_stages(starter, 2, optimizer=CLIPPED, target=8, every=20, size=OF_360M)
+        for volunteer, stage in ((one, 1), (two, 2), (again, 1)):
+            join_stage(swarm, volunteer, stage)
+        wait_stages(swarm, volunteers, 6, within_s=1_200)
+        one.stop()
+        wait_stages(swarm, [starter, two, again], update_of(starter) + 3, within_s=1_200)
+        _bring_back(swarm, one)
+        newcomer = swarm.add("--no-serve", inside=limited)
+        join_stage(swarm, newcomer)
+        wait_stages(swarm, [*volunteers, newcomer], 20, within_s=1_800)
+        print("held:", {v.home.folder.name: held_by(v) for v in swarm.volunteers})
+        print("peak memory, MB:", {v.home.folder.name: memory_of(v) for v in swarm.volunteers})
+        command(starter, "train", "stop", "run", "--all")
+        losses = ledgers_of(swarm.volunteers)[0].losses()
+        print("losses:", [round(loss, 3) for loss in losses])
+        for volunteer in swarm.volunteers:
+            volunteer.stop()
+        errors = errors_of_replay(swarm.volunteers, starter)
+        print({place: f"{error:.1e}" for place, error in errors.items()})
+        assert max(errors.values()) < BOUND
+
+
+def _bring_back(swarm: LocalSwarm, volunteer: Volunteer) -> None:
+    volunteer.start()
+    swarm.wait(lambda: is_back(volunteer), "it is back", volunteer)
