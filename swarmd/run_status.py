@@ -47,7 +47,8 @@ class AuditsRow(Status, frozen=True, kw_only=True):
 class RunRow(Status, frozen=True, kw_only=True):
     """A training run that this daemon takes part in. Samples are rows of tokens; an update is an optimizer step.
 
-    In a run of stages each that is here has a row; ``stage`` is its number.
+    In a run of stages each that is here has a row; ``stage`` is its number, ``busy`` for which share of the last update
+    it was computed.
 
     ``measured_samples_per_s``: counted ones of all, over the latest updates; ``predicted``: by the plan that was asked
     for last. ``device`` and ``worker`` are those of its training worker, ``failure`` is why it does not go on,
@@ -96,6 +97,7 @@ class RunRow(Status, frozen=True, kw_only=True):
     finished: str = ""
     stage: int | None = None
     stages: tuple[StageRow, ...] = ()
+    busy: float | None = None
 
 
 class StageRow(Status, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from swarmd_cli.context import format_duration, format_number, format_rate, form
 from swarmd_cli.terminal import print_table
 
 if TYPE_CHECKING:
-    from swarmd.run_status import PlanAnswer, PlanSettingRow, RoundRow, RunRow
+    from swarmd.run_status import PlanAnswer, PlanSettingRow, RoundRow, RunRow, StageRow
 
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
@@ -107,6 +107,44 @@ def show_run(row: RunRow, names: Mapping[str, str]) -> None:
         print(f"  done without, for faulty numbers: {', '.join(label_member(peer, names) for peer in row.shunned)}")
     if len(row.losses) > 1:
         print("\n".join(terminal_curve(row.losses)))
+
+
+def show_stages(rows: Sequence[RunRow], names: Mapping[str, str]) -> None:
+    """Print how a run in stages goes: all stages with their holders, and what those here do."""
+    from swarmd_cli.curve import terminal_curve
+
+    held = [row for row in rows if row.role != "anchor"]
+    first = (held or list(rows))[0]
+    role = f"holds {', '.join(f'stage {row.stage}' for row in held)}" if held else first.role
+    print(f"{first.name} ({first.run[:12]}): {first.state}; {role} here")
+    for row in rows:
+        if row.failure:
+            print(f"  the last failure, of stage {row.stage}: {row.failure}")
+    print(f"  update {first.update} of {first.updates}, {count(first.samples, 'sample')} counted")
+    if first.finished:
+        print(f"  done: {first.finished}")
+    table = []
+    for stage in first.stages:
+        holders = ", ".join(label_member(peer, names) for peer in stage.holders) or "nobody: the run waits"
+        gathered = f"{stage.samples} of {first.target}"
+        table.append([f"stage {stage.stage}", _name_blocks(stage), str(stage.update), gathered, holders])
+    print_table("Stages", ["stage", "holds", "update", "samples", "holders"], table)
+    for row in held:
+        busy = "" if row.busy is None else f"; it computed for {100 * row.busy:.0f} % of the last update"
+        print(f"  stage {row.stage} here: {label_ids(row.why, names)}{busy}")
+        print(f"    {row.samples_counted} samples counted, {row.samples_wasted} not, {row.catch_ups} times caught up")
+        if row.state_bytes:
+            print(f"    who holds it, too, fetches {format_size(row.state_bytes)} first")
+    if len(first.losses) > 1:
+        print("\n".join(terminal_curve(first.losses)))
+
+
+def _name_blocks(stage: StageRow) -> str:
+    if stage.first_block is None:
+        return "embedding and head"
+    if stage.end_block is None:
+        return f"blocks from {stage.first_block} on"
+    return f"blocks {stage.first_block} to {stage.end_block - 1}"
 
 
 def _print_last_round(last_round: RoundRow, names: Mapping[str, str]) -> None:

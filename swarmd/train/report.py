@@ -24,6 +24,7 @@ from swarmd.run_status import (
     RunRow,
     StageRow,
 )
+from swarmd.train.stages.computing import StageComputing
 from swarmd.train.synchronisation import predict_settings
 from swarmd.train.trainer import Trainer
 from swarmd.train.vectors.codecs import codec_of
@@ -89,6 +90,7 @@ def report_run(
         finished=ledger.why_finished(),
         stage=trainer.run_spec.stage,
         stages=_stage_rows(trainer) if recipe.is_in_stages else (),
+        busy=trainer.computing.busy if isinstance(trainer.computing, StageComputing) else None,
     )
 
 

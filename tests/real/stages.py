@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -22,6 +29,7 @@ from tests.real.training import _backward, _rows, start_run, tiny_model, wait_kn
 from tests.train.world import torch_optimizer
 
 Draw = tuple[str, int]
+_NUMBERS = itertools.count()
 
 
 def start_in_stages(volunteer: Volunteer, n_stages: int, size: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -32,6 +40,39 @@ def start_in_stages(volunteer: Volunteer, n_stages: int, size: dict[str, Any] | 
     start_run(volunteer, settings.pop("name", "run"), model=model, more=more, **settings)
 
 
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A control group; ``inside`` starts a program in it."""
+
+    folder: Path
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        return ("sh", "-c", f'echo $$ > {self.folder}/cgroup.procs; exec "$@"', "sh")
+
+
+@contextmanager
+def memory_limit(n_bytes: int) -> Iterator[MemoryLimit]:
+    """A control group whose processes have so much memory together, pages of files among it."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    root, name = (v1, "memory.limit_in_bytes") if v1.is_dir() else (Path("/sys/fs/cgroup"), "memory.max")
+    folder = root / f"swarmd-test-{os.getpid()}-{next(_NUMBERS)}"
+    try:
+        folder.mkdir()
+        (folder / name).write_text(str(n_bytes))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        yield MemoryLimit(folder)
+    finally:
+        for _ in range(100):
+            try:
+                folder.rmdir()
+                break
+            except OSError:  # its processes are on their way out
+                time.sleep(0.1)
+
+
 def memory_of(volunteer: Volunteer) -> dict[str, int]:
     """The peak memory of a daemon and of its workers, in MB, shared vectors included in both."""
     assert volunteer.process is not None
@@ -40,7 +81,6 @@ def memory_of(volunteer: Volunteer) -> dict[str, int]:
     for name, pid in {"daemon": volunteer.process.pid, **workers}.items():
         status = Path(f"/proc/{pid}/status").read_text()
         peaks[name] = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) // 1_000
-        peaks[f"{name}, addresses"] = int(re.findall(r"VmPeak:\s+(\d+) kB", status)[0]) // 1_000
     return peaks
 
 

@@ -10,7 +10,7 @@ import typer
 from swarmd.values import count
 from swarmd_cli.context import ask, ask_json, find_names, home, print_json, read_answer
 from swarmd_cli.terminal import print_table
-from swarmd_cli.train_show import show_plan, show_run, write_plot
+from swarmd_cli.train_show import show_plan, show_run, show_stages, write_plot
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(
@@ -165,7 +165,7 @@ def status(
     Example: swarmd train status --plot loss.png
     """
     from swarmd.errors import ConfigError
-    from swarmd.run_status import RunsAnswer
+    from swarmd.run_status import RunRow, RunsAnswer
 
     body = ask_json("train")
     known_names = ", ".join(row["name"] for row in body["runs"]) or "none"
@@ -179,8 +179,14 @@ def status(
         return
     answer = read_answer(RunsAnswer, body)
     names = find_names() if answer.runs else {}
+    in_stages: dict[str, list[RunRow]] = {}
     for row in answer.runs:
-        show_run(row, names)
+        if row.stage is None:
+            show_run(row, names)
+        else:
+            in_stages.setdefault(row.run, []).append(row)
+    for rows in in_stages.values():
+        show_stages(sorted(rows, key=lambda row: row.stage or 0), names)
     other_runs = []
     for other_run in answer.others:
         run_id = other_run.run[:12]

@@ -163,11 +163,11 @@ class SharedMemory:
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - it lives as long as the map
         try:
             os.posix_fallocate(self._file.fileno(), 0, n_bytes)
+            self._map = mmap.mmap(self._file.fileno(), n_bytes)
         except OSError as error:
             raise ConfigError(
                 f"{n_bytes} B of shared memory cannot be had in {self._folder}: {error.strerror}"
             ) from None
-        self._map = mmap.mmap(self._file.fileno(), n_bytes)
         shared: Vector = np.frombuffer(self._map, layout.dtype)
         n = layout.n_elements
         self.vectors = {}

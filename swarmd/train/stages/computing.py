@@ -48,7 +48,10 @@ class Stale(Exception):
 #
 # A forward that comes too early waits: its driver knows of the update before this holder has it.
 class StageComputing:
-    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people."""
+    """See the module. ``work`` is what has come of it; ``trouble`` what went wrong last, for people.
+
+    ``busy``: for which share of the last update it computed; the rest it waited, for other stages or for rounds.
+    """
 
     inner = None  # no steps inside
 
@@ -71,6 +74,9 @@ class StageComputing:
         self._added_at = 0.0
         self._returns = Arrivals(least_s=1.0, first_s=30.0)  # from a micro-batch's forward to its backward
         self._begun_at: dict[str, float] = {}
+        self.busy: float | None = None
+        self._computed_s = 0.0
+        self._settled_at = trio.current_time()
 
     def begin(self, source: StageSource, state: RunState, feedback: Feedback) -> None:
         """Compute from now on."""
@@ -167,12 +173,15 @@ class StageComputing:
     async def _ask(self, batch: Batch, act: Act, inputs: StageInputs, is_fresh: bool = False) -> tuple[float, bytes]:
         assert self._source is not None
         seed = seed_of(self._recipe.seed, batch.driver, batch.first)
+        started_at = trio.current_time()
         try:
             return await self._source.compute(act, batch.name, inputs, is_fresh, seed)
         except SourceLost as error:
             self.trouble = str(error)
             logger.warning("%s", error)
             raise
+        finally:
+            self._computed_s += trio.current_time() - started_at
 
     def _require_state(self, batch: Batch) -> RunState:
         """Check that the state is still the one that a micro-batch is for. Raises Stale."""
@@ -256,6 +265,10 @@ class StageComputing:
             self.work.drop()
         else:
             is_counted = self.work.settle(commit)
+            now = trio.current_time()
+            self.busy = self._computed_s / max(now - self._settled_at, 1e-6)
+            self._computed_s = 0.0
+            self._settled_at = now
             self.batches.forget_before(commit.epoch)
             self._begun_at = {}
         if self._feedback is not None:
