@@ -213,7 +213,7 @@ async def test_one_peer_opens_few_channels_and_announces_few_records(virtual_tim
         common = {"peer": s.attacker.identity.peer_id, "sequence": 1, "issued_at": now, "expires_at": now + 60}
         spans = [
             SpanRecord(**common, certificate=s.attacker.certificate, model=f"{i:064}", start=0, end=1)  # type: ignore[arg-type]
-            for i in range(50)
+            for i in range(MAX_RECORDS_OF_A_PEER + 10)
         ]
         body = msgspec.msgpack.encode(ExchangeBody(envelopes=[sign(r, s.attacker.identity) for r in spans]))
         await channels[0].send(messages.Records(), body)

@@ -13,7 +13,7 @@ PER_STAGE = 2  # micro-batches under way for each stage: one is computed while t
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class HolderLoad:
     """A holder of a stage, as a driver sees it: micro-batches sent to it that are not back, and how long one takes."""
 
     n_under_way: int = 0
@@ -50,7 +50,7 @@ def decide_stage_action(
     return decision
 
 
-def choose_holder(holders: Mapping[PeerId, Holder], now: float) -> Decision[PeerId | None]:
+def choose_holder(holders: Mapping[PeerId, HolderLoad], now: float) -> Decision[PeerId | None]:
     """Choose who computes a micro-batch: where it will be done first. Of those alike, the first by name."""
     free = {peer: holder for peer, holder in holders.items() if holder.banned_until <= now}
     if not free:

@@ -79,7 +79,7 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     late: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     anew: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
     draws: Annotated[tuple[Draws, ...], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] = ()
-    norm: Size = 0.0
+    norm: Size | None = None
 
     @property
     def n_samples(self) -> int:

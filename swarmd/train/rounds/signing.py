@@ -29,7 +29,7 @@ class ContributingMember:
         ledger: Ledger,
         identity: Identity,
         clip: Callable[[bytes], float],
-        norm: Callable[[bytes], float],
+        norm: Callable[[bytes], float | None],
     ) -> None:
         self.backed: BackedCommit | None = None
         self._ledger = ledger
@@ -77,7 +77,8 @@ class ContributingMember:
         if not math.isclose(commit.clip, self._clip(commit.average), rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit that clips by {commit.clip}; expected {self._clip(commit.average)}")
         norm = self._norm(commit.average)
-        if not math.isclose(commit.norm, norm, rel_tol=CLIP_TOLERANCE):
+        is_alike = (commit.norm is None) == (norm is None)
+        if not is_alike or not math.isclose(commit.norm or 0.0, norm or 0.0, rel_tol=CLIP_TOLERANCE):
             raise IntegrityError(f"a commit of an average with the norm {commit.norm}; expected {norm}")
         if not backing.is_sum_right(backed.shares, account.average, account.rounding):
             raise IntegrityError("the contributors' shares do not add up to the average")

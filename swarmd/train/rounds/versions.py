@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 LONGEST_S = 3_600.0  # of a round, whatever links were announced
 LONGEST_CHUNK_S = 10.0  # whatever speed a member claims
 
-OfAverage = Callable[[bytes], float]
-"""The clip factor, or the norm, of an average that this peer holds, by its hash."""
+Clip = Callable[[bytes], float]
+"""The clip factor of an average that this peer holds, by its hash."""
+NormInStages = Callable[[bytes], float | None]
+"""The norm of such an average, where all stages of a run are clipped together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,9 @@ class RoundBasis:
     ledger: Ledger
     generation: int
     timing: Timing
-    clip: OfAverage
+    clip: Clip
     n_wanted: Callable[[], int]
-    norm: OfAverage
+    norm: NormInStages
 
 
 @dataclass(slots=True)

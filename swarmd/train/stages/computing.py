@@ -15,9 +15,9 @@ from swarmd.plan.runs.workload import Workload
 from swarmd.protocol.runs.commit import Commit, DrawRange
 from swarmd.protocol.wire.worker import StageInputs
 from swarmd.train.gradients.source import SourceLost
-from swarmd.train.stages.batches import Batch, Batches
+from swarmd.train.stages.micro_batches import KeptMicroBatch, KeptMicroBatches
 from swarmd.train.stages.source import Act, StageSource
-from swarmd.train.stages.turns import Turns
+from swarmd.train.stages.turns import PassTurns
 from swarmd.train.store.services import TrainerServices, Wakeups
 from swarmd.train.vectors.error_feedback import Feedback
 from swarmd.train.vectors.state import RunState
@@ -59,7 +59,7 @@ class StageComputing:
         self.trouble = ""
         self.broken = ""
         self.workload = Workload()
-        self.batches = Batches()
+        self.batches = KeptMicroBatches()
         self._me = services.rpc.network.peer_id
         self._recipe = ledger.run.recipe
         self.work = UncountedWork(self._me, self._recipe.overlaps)
@@ -69,7 +69,7 @@ class StageComputing:
         self._source: StageSource | None = None
         self._state: RunState | None = None
         self._feedback: Feedback | None = None
-        self._turns = Turns()
+        self._turns = PassTurns()
         self._is_allowed = False
         self._added_at = 0.0
         self._returns = Arrivals(least_s=1.0, first_s=30.0)  # from a micro-batch's forward to its backward
@@ -117,28 +117,30 @@ class StageComputing:
                 await self._news.wait()
         raise Refused(Code.NO_CAPACITY, f"the state of update {update} is not here, or in a round, for too long", 1.0)
 
-    async def forward(self, batch: Batch, act: Act = "forward", ids: bytes = b"") -> None:
+    async def forward(self, batch: KeptMicroBatch, act: Act = "forward", ids: bytes = b"") -> None:
         """Compute what leaves the stage. Raises Stale or SwarmError."""
         if not batch.forward:
             self._begun_at[batch.name] = trio.current_time()
             _, batch.forward = await self._compute(batch, act, StageInputs(batch.n, ids, batch.entered))
             self._news.notify()
 
-    async def backward(self, batch: Batch, gradient: bytes, loss: float) -> None:
+    async def backward(self, batch: KeptMicroBatch, gradient: bytes, loss: float) -> None:
         """Add what comes of the gradient by what left the stage. Raises Stale or SwarmError."""
         inputs = StageInputs(batch.n, b"", batch.entered, gradient)
         _, batch.backward = await self._compute_and_add(batch, "backward", inputs, loss)
 
-    async def head(self, batch: Batch, ids: bytes, left: bytes) -> float:
+    async def head(self, batch: KeptMicroBatch, ids: bytes, left: bytes) -> float:
         """Compute the summed loss of a micro-batch, and the gradient by what left the last block."""
         loss, batch.backward = await self._compute(batch, "head", StageInputs(batch.n, ids, left))
         return loss
 
-    async def add_ends(self, batch: Batch, ids: bytes, left: bytes, gradient: bytes, loss: float) -> None:
+    async def add_ends(self, batch: KeptMicroBatch, ids: bytes, left: bytes, gradient: bytes, loss: float) -> None:
         """Add the gradients of both ends of the model."""
         await self._compute_and_add(batch, "add", StageInputs(batch.n, ids, left, gradient), loss)
 
-    async def _compute_and_add(self, batch: Batch, act: Act, inputs: StageInputs, loss: float) -> tuple[float, bytes]:
+    async def _compute_and_add(
+        self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, loss: float
+    ) -> tuple[float, bytes]:
         """Compute a pass that adds gradients to the sum, once: who asks again is given what it came to."""
         if not math.isfinite(loss):
             raise Refused(Code.NOT_FINITE, "the loss is not finite")
@@ -150,7 +152,7 @@ class StageComputing:
                 if not self.work.offered.n:
                     return await self._add(batch, act, inputs, loss)
 
-    async def _add(self, batch: Batch, act: Act, inputs: StageInputs, loss: float) -> tuple[float, bytes]:
+    async def _add(self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, loss: float) -> tuple[float, bytes]:
         state = self._require_state(batch)
         since = self.work.since
         try:
@@ -165,12 +167,14 @@ class StageComputing:
         self._note_added(batch, loss)
         return result
 
-    async def _compute(self, batch: Batch, act: Act, inputs: StageInputs) -> tuple[float, bytes]:
+    async def _compute(self, batch: KeptMicroBatch, act: Act, inputs: StageInputs) -> tuple[float, bytes]:
         async with self._turns.take(act):
             self._require_state(batch)
             return await self._ask(batch, act, inputs)
 
-    async def _ask(self, batch: Batch, act: Act, inputs: StageInputs, is_fresh: bool = False) -> tuple[float, bytes]:
+    async def _ask(
+        self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, is_fresh: bool = False
+    ) -> tuple[float, bytes]:
         assert self._source is not None
         seed = seed_of(self._recipe.seed, batch.driver, batch.first)
         started_at = trio.current_time()
@@ -183,14 +187,14 @@ class StageComputing:
         finally:
             self._computed_s += trio.current_time() - started_at
 
-    def _require_state(self, batch: Batch) -> RunState:
+    def _require_state(self, batch: KeptMicroBatch) -> RunState:
         """Check that the state is still the one that a micro-batch is for. Raises Stale."""
         state = self._state
         if state is None or state.epoch != batch.update or state.is_changing:
             raise Stale(state.epoch if state is not None else 0)
         return state
 
-    def _note_added(self, batch: Batch, loss: float) -> None:
+    def _note_added(self, batch: KeptMicroBatch, loss: float) -> None:
         assert self._source is not None
         now = trio.current_time()
         begun_at = self._begun_at.pop(batch.name, None)

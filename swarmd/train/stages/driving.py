@@ -18,12 +18,12 @@ import trio
 from swarmd.errors import PeerError, SwarmError, Unreachable
 from swarmd.plan.runs.arrivals import Arrivals
 from swarmd.plan.runs.ledger import Ledger
-from swarmd.plan.runs.stages import Holder, choose_holder, next_draw, size_of_next
+from swarmd.plan.runs.stages import HolderLoad, choose_holder, next_draw, size_of_next
 from swarmd.protocol.runs.recipe import ENDS, Run
 from swarmd.protocol.wire.stages import StageBackward, StageForward
-from swarmd.train.stages.batches import Batch
 from swarmd.train.stages.computing import StageComputing, Stale
 from swarmd.train.stages.holding import Lacking, StageHolder
+from swarmd.train.stages.micro_batches import KeptMicroBatch
 from swarmd.train.store.data import Data
 from swarmd.train.store.members import Members
 from swarmd.train.store.services import Wakeups
@@ -43,7 +43,7 @@ SMOOTHING = 0.3  # weight of the newest pass in how long a holder takes
 class Trip:
     """A micro-batch on its way: who holds what left each stage of it, this peer's ends first and last."""
 
-    batch: Batch
+    batch: KeptMicroBatch
     ids: bytes
     holders: dict[int, PeerId]
     loss: float = math.nan
@@ -92,7 +92,7 @@ class Driver:
         self._news = news
         self._next = 0
         self._samples_under_way = 0
-        self._seen: dict[tuple[int, PeerId], Holder] = {}
+        self._seen: dict[tuple[int, PeerId], HolderLoad] = {}
         self._took = Arrivals(LEAST_PASS_S, FIRST_PASS_S)
         self._last_stage = len(run.recipe.first_blocks)
 
@@ -256,7 +256,7 @@ class Driver:
             peers = [p for p, r in records.items() if r.role == "train" and r.state_epoch is not None]
             if self._holder.holds(self._run.in_stage(stage).id):
                 peers.append(self._me)
-            holders = {peer: self._seen.get((stage, peer), Holder()) for peer in peers}
+            holders = {peer: self._seen.get((stage, peer), HolderLoad()) for peer in peers}
             choice = choose_holder(holders, now)
             if choice.action is not None:
                 return choice.action
@@ -283,7 +283,7 @@ class Driver:
         key = (stage, peer)
         started_at = trio.current_time()
         trip.asked.add(key)
-        self._note(key, n_under_way=self._seen.get(key, Holder()).n_under_way + 1)
+        self._note(key, n_under_way=self._seen.get(key, HolderLoad()).n_under_way + 1)
         self.doing = f"micro-batches under way: {self.n_under_way}"
         try:
             reply = await self._holder.ask(peer, message, self._took.limit_s())
@@ -304,4 +304,4 @@ class Driver:
         self._note((stage, peer), banned_until=trio.current_time() + BANNED_S)
 
     def _note(self, key: tuple[int, PeerId], **changes: float | int) -> None:
-        self._seen[key] = replace(self._seen.get(key, Holder()), **changes)  # type: ignore[arg-type]
+        self._seen[key] = replace(self._seen.get(key, HolderLoad()), **changes)  # type: ignore[arg-type]

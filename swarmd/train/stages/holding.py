@@ -25,8 +25,8 @@ from swarmd.protocol.wire.stages import (
     WantActivations,
 )
 from swarmd.train.gradients.source import SourceLost
-from swarmd.train.stages.batches import Batch
 from swarmd.train.stages.computing import StageComputing, Stale
+from swarmd.train.stages.micro_batches import KeptMicroBatch
 from swarmd.train.store.services import tell_peer
 from swarmd.values import PeerId
 
@@ -118,7 +118,7 @@ class StageHolder:
         gradient = await self.fetch(batch, self._next_stage, PeerId(message.gradient_source), "backward")
         await self._computing.backward(batch, gradient, message.loss)
 
-    async def _require_entered(self, batch: Batch, source: PeerId) -> None:
+    async def _require_entered(self, batch: KeptMicroBatch, source: PeerId) -> None:
         """Have what enters the stage here. Raises Lacking."""
         if not batch.entered:
             assert self._run.stage is not None
@@ -185,7 +185,7 @@ class StageHolder:
 
     # --- what goes from holder to holder -----------------------------------------------------------------------
 
-    async def fetch(self, batch: Batch, stage: int, source: PeerId, direction: Direction) -> bytes:
+    async def fetch(self, batch: KeptMicroBatch, stage: int, source: PeerId, direction: Direction) -> bytes:
         """Fetch what left another stage, forward or back. Raises Lacking."""
         ledger = self._run.in_stage(stage).id
         if source == self._me:
@@ -201,7 +201,7 @@ class StageHolder:
             logger.info("%s gives nothing of draws from %d: %s", source[-8:], batch.first, error)
             raise Lacking(direction) from None
 
-    async def _fetch_parts(self, source: PeerId, ledger: str, batch: Batch, direction: Direction) -> bytes:
+    async def _fetch_parts(self, source: PeerId, ledger: str, batch: KeptMicroBatch, direction: Direction) -> bytes:
         """Fetch activations in parts, several at once. Raises PeerError."""
 
         async def fetch_part(number: int) -> int:

@@ -43,7 +43,7 @@ class StageNorms:
         """Return what clips an update of all stages; None while some have not committed it."""
         update = commit.epoch
         assert self._run.stage is not None
-        self._norms[self._run.stage, update] = commit.norm
+        self._norms[self._run.stage, update] = commit.norm or 0.0
         lacking = [stage for stage in range(len(self._run.stages)) if (stage, update) not in self._norms]
         async with trio.open_nursery() as nursery:
             for stage in lacking:
@@ -79,7 +79,7 @@ class StageNorms:
         commit = commits.read_untrusted(raw, self._chronicle.order.sets_of(self._run.recipe)).commit
         if commit.run != part.genesis:
             raise IntegrityError("a commit of another stage than was asked for")
-        self._norms[stage, commit.epoch] = commit.norm
+        self._norms[stage, commit.epoch] = commit.norm or 0.0
 
 
 def clip_over_stages(norms: list[float], limit: float) -> float:

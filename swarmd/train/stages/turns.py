@@ -14,7 +14,7 @@ import trio
 ORDER = {"hold": -1, "backward": 0, "add": 1, "head": 2, "forward": 3, "embed": 4}
 
 
-class Turns:
+class PassTurns:
     """See the module."""
 
     def __init__(self) -> None:

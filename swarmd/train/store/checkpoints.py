@@ -9,7 +9,7 @@ from swarmd.errors import ConfigError
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.train.store.disk import RunFolder, SavedRun, read_vectors
 from swarmd.train.store.services import OffLoop, Wakeups
-from swarmd.train.vectors.state import RunState, Vector
+from swarmd.train.vectors.state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +38,16 @@ class StateCheckpoints:
 
     async def resume(self, state: RunState) -> None:
         """Begin with the newest checkpoint that is what it says."""
-        first = {name: vector.copy() for name, vector in state.vectors.items()}
         for saved in self._folder.saved() if self._folder is not None else ():
             if saved.epoch > self._ledger.epoch or self._ledger.digest_at(saved.epoch) != saved.head:
                 logger.warning("%s is of no commit that is known here", saved.path)
                 continue
-            if await self._read_into(state, saved, first):
+            if await self._read_into(state, saved):
                 logger.info("going on from the checkpoint of update %d", saved.epoch)
                 return
 
-    async def _read_into(
-        self,
-        state: RunState,
-        saved: SavedRun,
-        first: dict[str, Vector],
-    ) -> bool:
-        """Take over a checkpoint's vectors; where they are damaged the state is ``first`` again, and False returned."""
+    async def _read_into(self, state: RunState, saved: SavedRun) -> bool:
+        """Take over a checkpoint's vectors; where they are damaged the state stays as it is, and False is returned."""
         layout = state.layout
         try:
             vectors = await self._off_loop(
@@ -62,14 +56,13 @@ class StateCheckpoints:
         except ConfigError as error:
             logger.warning("leaving out a checkpoint: %s", error)
             return False
-        state.replace(vectors)
-        await self._off_loop(state.move_to, saved.epoch, saved.head, saved.steps)
-        if state.root == saved.root:
-            return True
-        logger.warning("%s is damaged: trying the one before", saved.path)
-        state.replace(first)
-        await self._off_loop(state.move_to, 0, self._ledger.run.genesis, 0)
-        return False
+        version = await self._off_loop(state.describe, saved.epoch, saved.head, saved.steps, vectors)
+        if version.root != saved.root:
+            logger.warning("%s is damaged: trying the one before", saved.path)
+            return False
+        await self._off_loop(state.replace, vectors)
+        state.version = version
+        return True
 
     def is_due(self, state: RunState) -> bool:
         """Is this update one that the recipe has kept, or the last one?"""

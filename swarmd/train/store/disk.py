@@ -219,15 +219,14 @@ def read_vectors(
 
 
 def read_all_vectors(path: Path, dtype: str, n_elements: int) -> dict[str, Vector]:
-    """Read vectors of one length, by their names. Raises ConfigError."""
+    """Map vectors of one length, by their names: what is not looked at takes no memory. Raises ConfigError."""
     vectors: dict[str, Vector] = {}
     try:
         with path.open("rb") as file:
             for place in shards.read_header(file, path, os.fstat(file.fileno()).st_size):
                 if place.dtype != DTYPES[dtype] or place.shape != (n_elements,):
                     raise ConfigError(f"{path}: {place.name} is {place.dtype} {place.shape}, not {dtype} {n_elements}")
-                file.seek(place.start)
-                vectors[place.name] = np.fromfile(file, dtype, n_elements)
+                vectors[place.name] = np.memmap(file, dtype, "r", offset=place.start, shape=(n_elements,))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     return vectors

@@ -48,7 +48,7 @@ class MemberServices:
         recipe = self.chronicle.run.recipe
         return self.averages.clip_factor(average, 0.0 if recipe.is_in_stages else recipe.clip_norm)
 
-    def norm_in_stages(self, average: bytes) -> float:
-        """Return the norm of a stage's average that this peer holds, where all stages are clipped together; else 0."""
+    def norm_in_stages(self, average: bytes) -> float | None:
+        """Return the norm of a stage's average that this peer holds; None where stages are not clipped together."""
         recipe = self.chronicle.run.recipe
-        return self.averages.norm(average) if recipe.is_in_stages and recipe.clip_norm else 0.0
+        return self.averages.norm(average) if recipe.is_in_stages and recipe.clip_norm else None

@@ -173,7 +173,7 @@ class RunState:
             raise Refused(Code.NO_CAPACITY, "the state changes at the moment", 0.5)
         if self.root not in self.snapshots:
             vectors = dict(enumerate(self.vectors.values()))
-            self.snapshots[self.root] = Snapshot(self.version.manifest, vectors)
+            self.snapshots[self.root] = Snapshot(self.version.manifest, vectors, self.scratch)
         return self.snapshots[self.root]
 
     def hold(self) -> Snapshot:
@@ -181,7 +181,7 @@ class RunState:
         fetched = self.snapshots.get(self.root)
         if fetched is not None and fetched.is_live:
             return fetched
-        snapshot = Snapshot(self.version.manifest, dict(enumerate(self.vectors.values())))
+        snapshot = Snapshot(self.version.manifest, dict(enumerate(self.vectors.values())), self.scratch)
         self._held.append(snapshot)
         return snapshot
 
@@ -230,9 +230,13 @@ class RunState:
 
     def move_to(self, epoch: int, digest: bytes, steps: int) -> None:
         """Note that the vectors are now those after commit ``digest``."""
+        self.version = self.describe(epoch, digest, steps, self.vectors)
+
+    def describe(self, epoch: int, digest: bytes, steps: int, vectors: Mapping[str, Vector]) -> Version:
+        """Say which state vectors are, if they are that after commit ``digest``. Call it in a thread."""
         settings = {"epoch": epoch, "head": digest.hex(), "run": self.run.id, "steps": steps}
-        manifest = describe_vectors(settings, self.vectors)
-        self.version = Version(epoch, digest, steps, manifest, digest_of(manifest))
+        manifest = describe_vectors(settings, dict(sorted(vectors.items())))
+        return Version(epoch, digest, steps, manifest, digest_of(manifest))
 
     def replace(self, vectors: Mapping[str, Vector]) -> None:
         """Take over other values; snapshots of the old ones end."""
@@ -277,20 +281,25 @@ class Average:
 class Snapshot:
     """The state at one update, readable in chunks for as long as somebody keeps it. Read from any thread."""
 
-    def __init__(self, manifest: Manifest, vectors: dict[int, Vector]) -> None:
+    def __init__(self, manifest: Manifest, vectors: dict[int, Vector], scratch: Scratch) -> None:
         self.manifest = manifest
         self.is_live = True  # the vectors still are what the manifest says, but for chunks that were kept
         self.n_reads = 0
         self._vectors = vectors
-        self._kept: dict[tuple[int, int], bytes] = {}
+        self._scratch = scratch
+        self._copies: dict[int, Vector] = {}
+        self._kept: set[tuple[int, int]] = set()  # of the copies, the chunks that are there
         self._lock = threading.Lock()
 
     def keep(self, chunk: int) -> None:
         """Copy a chunk of every vector; the caller is about to change it."""
-        for index in self._vectors:
-            data = self._live_chunk(index, chunk)
+        for index, vector in self._vectors.items():
+            if index not in self._copies:
+                self._copies[index] = self._scratch.new(len(vector), str(vector.dtype))
+            place = _place_of(chunk, vector)
+            self._copies[index][place] = vector[place]
             with self._lock:
-                self._kept[index, chunk] = data
+                self._kept.add((index, chunk))
 
     def read(self, ref: tuple[int, int]) -> bytes:
         """Read one chunk. Raises Refused when there is no such one."""
@@ -298,9 +307,10 @@ class Snapshot:
         self.n_reads += 1
         if index not in self._vectors or chunk >= len(self.manifest.tensors[index].chunks):
             raise Refused(Code.MALFORMED, f"chunk {chunk} of vector {index}, which the state does not have")
-        data = self._live_chunk(index, chunk)
+        place = _place_of(chunk, self._vectors[index])
+        data = self._vectors[index][place].tobytes()
         with self._lock:  # what was copied before it changed is right; else what was read is
-            return self._kept.get((index, chunk), data)
+            return self._copies[index][place].tobytes() if (index, chunk) in self._kept else data
 
     def vector(self, name: str) -> Vector:
         """Put together one of its vectors. Call it in a thread."""
@@ -313,12 +323,12 @@ class Snapshot:
     @property
     def kept_bytes(self) -> int:
         """How many bytes of chunks were copied before they changed."""
-        return sum(len(data) for data in self._kept.values())
+        return sum(self._vectors[index][_place_of(chunk, self._vectors[index])].nbytes for index, chunk in self._kept)
 
-    def _live_chunk(self, index: int, chunk: int) -> bytes:
-        vector = self._vectors[index]
-        size = CHUNK_BYTES // vector.itemsize
-        return vector[chunk * size : (chunk + 1) * size].tobytes()
+
+def _place_of(chunk: int, vector: Vector) -> slice:
+    size = CHUNK_BYTES // vector.itemsize
+    return slice(chunk * size, (chunk + 1) * size)
 
 
 def describe_vectors(settings: Mapping[str, object], vectors: Mapping[str, Vector]) -> Manifest:

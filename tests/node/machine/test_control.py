@@ -16,7 +16,7 @@ from tools import openapi as openapi_file
 
 
 class PlayedRuns:
-    async def join(self, name: str, role: str) -> run_status.JoinRunAnswer:
+    async def join(self, name: str, role: str, stage: int | None = None) -> run_status.JoinRunAnswer:
         return run_status.JoinRunAnswer(run="r" * 64, name=name, role=role)
 
     async def order(self, name: str, state: str, anchors: tuple[str, ...]) -> run_status.OrderAnswer:

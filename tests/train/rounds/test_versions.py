@@ -39,7 +39,7 @@ def form(present: dict[PeerId, JoinRound]) -> GroupVersions:
     recipe = Recipe("r", "0" * 64, "1" * 64, batch=Batch(target=8, micro=2, tokens=8), anchors=(OWNER.peer_id,))
     ledger = Ledger(start_run(recipe, OWNER, 1))
     return GroupVersions(
-        RoundBasis(ME, ledger.head, ledger, 0, Timing(), lambda average: 1.0, lambda: 8, lambda average: 0.0),
+        RoundBasis(ME, ledger.head, ledger, 0, Timing(), lambda average: 1.0, lambda: 8, lambda average: None),
         present,
         100.0,
     )

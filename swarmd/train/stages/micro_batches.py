@@ -12,7 +12,7 @@ MOST_BYTES = 512 * 2**20  # of all that is kept; drivers send no more micro-batc
 
 
 @dataclass(slots=True)
-class Batch:
+class KeptMicroBatch:
     """One micro-batch on the state of ``update``: what entered the stage, what left it, what goes back from it."""
 
     driver: str
@@ -44,18 +44,18 @@ class Batch:
         return bool(self.forward) and not self.is_added
 
 
-class Batches:
+class KeptMicroBatches:
     """See the module. Those of an earlier update are forgotten with it: nobody computes on its state any more."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int], Batch] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], KeptMicroBatch] = OrderedDict()
 
-    def find(self, driver: str, first: int, update: int) -> Batch | None:
+    def find(self, driver: str, first: int, update: int) -> KeptMicroBatch | None:
         """Find a micro-batch of an update."""
         batch = self._kept.get((driver, first))
         return batch if batch is not None and batch.update == update else None
 
-    def open(self, driver: str, first: int, n: int, update: int) -> Batch:
+    def open(self, driver: str, first: int, n: int, update: int) -> KeptMicroBatch:
         """Find a micro-batch, or begin to keep one. Raises Refused where there is no room for it."""
         batch = self.find(driver, first, update)
         if batch is not None:
@@ -65,7 +65,7 @@ class Batches:
         n_bytes = sum(kept.n_bytes for kept in self._kept.values())
         if n_bytes > MOST_BYTES:
             raise Refused(Code.NO_CAPACITY, f"{n_bytes} B of micro-batches are kept here already", 1.0)
-        batch = self._kept[driver, first] = Batch(driver, first, n, update)
+        batch = self._kept[driver, first] = KeptMicroBatch(driver, first, n, update)
         return batch
 
     def forget(self, driver: str, first: int) -> None:
