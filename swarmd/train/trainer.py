@@ -233,6 +233,8 @@ class Trainer:
                 hold_s = progress.hold_s(self.computing.workload.samples_per_s, speeds, has_samples=self.work.n > 0)
                 await self.computing.offer(hold_s)
                 await self.joining.take_part(self.state.head, self.idleness.why)
+            elif self.stage is not None and self._member_services.is_left_behind:
+                self.stage.computing.end_update()
             else:
                 self.computing.go_on()
 

@@ -71,6 +71,7 @@ class StageComputing:
         self._feedback: Feedback | None = None
         self._turns = PassTurns()
         self._is_allowed = False
+        self._is_ending = False
         self._added_at = 0.0
         self._returns = Arrivals(least_s=1.0, first_s=30.0)  # from a micro-batch's forward to its backward
         self._begun_at: dict[str, float] = {}
@@ -111,6 +112,8 @@ class StageComputing:
                 here = self.update
                 if here is not None and here > update:
                     raise Stale(here)
+                if is_new and here == update and self._is_ending:
+                    raise Stale(update + 1)  # other stages have ended it: nothing that begins now comes back
                 is_here = here == update and self._state is not None and not self._state.is_changing
                 if is_here and (self._is_allowed if is_new else not self.work.offered.n):
                     return
@@ -235,6 +238,13 @@ class StageComputing:
         """Let none begin."""
         self._is_allowed = False
 
+    def end_update(self) -> None:
+        """Let none begin any more on the state here, since other stages are past it; those that wait are told."""
+        self.stop()
+        if not self._is_ending:
+            self._is_ending = True
+            self._news.notify()
+
     def try_again(self) -> None:
         """Compute again: this machine's owner has looked."""
         self._news.notify()
@@ -274,6 +284,7 @@ class StageComputing:
             self._computed_s = 0.0
             self._settled_at = now
             self.batches.forget_before(commit.epoch)
+            self._is_ending = False
             self._begun_at = {}
         if self._feedback is not None:
             self._feedback.settle(offered, is_counted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 import trio
@@ -79,12 +80,13 @@ class StageHolder:
 
     async def _answer(self, channel: Channel, message: StageForward | StageBackward) -> None:
         """Compute what a driver asks for, and say how it went."""
-        try:
-            if message.driver != channel.peer:
-                raise Refused(Code.MALFORMED, "a driver names itself")
-            await channel.send(await self.compute(message))
-        except Refused as error:
-            await channel.send(refusal_for(message, error))
+        with suppress(Unreachable):  # its driver is gone: who goes on, if anybody does, asks anew
+            try:
+                if message.driver != channel.peer:
+                    raise Refused(Code.MALFORMED, "a driver names itself")
+                await channel.send(await self.compute(message))
+            except Refused as error:
+                await channel.send(refusal_for(message, error))
 
     async def compute(self, message: StageForward | StageBackward) -> StageDone:
         """Compute a pass, and say how it went. Raises Refused."""
@@ -243,8 +245,10 @@ class StageHolder:
         raw = batch.left(message.direction) if batch is not None else b""
         n_parts = -(-len(raw) // PART_BYTES)
         if message.part >= n_parts:
-            await channel.send(refusal_for(message, Refused(Code.NOT_HELD, "that is not kept here")))
+            with suppress(Unreachable):
+                await channel.send(refusal_for(message, Refused(Code.NOT_HELD, "that is not kept here")))
             return
         start = message.part * PART_BYTES
         part = memoryview(raw)[start : start + PART_BYTES]
-        await channel.answer(ActivationsAre(message.id, (message.part, n_parts)), part)
+        with suppress(Unreachable):
+            await channel.answer(ActivationsAre(message.id, (message.part, n_parts)), part)

@@ -41,7 +41,7 @@ class StagePart:
         self.source = ports.source
         self.driver: Driver | None = None
         self._services = services
-        self._computing = computing
+        self.computing = computing
         run = services.chronicle.run
         trainer = services.trainer
         self.holder = StageHolder(trainer.rpc, run, computing, tasks, ports.find_local)
@@ -72,7 +72,7 @@ class StagePart:
 
     async def run(self, state: RunState, feedback: Feedback) -> None:
         """Compute what others ask for and, holding the model's ends, drive, until cancelled. Raises SwarmError."""
-        self._computing.begin(self.source, state, feedback)
+        self.computing.begin(self.source, state, feedback)
         if self.driver is not None:
             await self.driver.run()
 
@@ -82,7 +82,7 @@ class StagePart:
         records = services.members.look(trio.current_time())
         holders = [peer for peer, record in records.items() if record.state_epoch == me.epoch]
         first = progress.leader_order(me.head, [*holders, services.me])[0]
-        n_under_way = self._computing.batches.n_under_way
+        n_under_way = self.computing.batches.n_under_way
         target = services.chronicle.run.recipe.batch.target
         is_behind = services.is_left_behind
         return decide_stage_action(me, other_members, target, is_behind, n_under_way, first == services.me)
