@@ -152,7 +152,7 @@ class Round:
 
     def _begin_version(self, group: Group) -> RoundProgress:
         """Begin a version of the group, from the contributions that are here."""
-        progress = begin_version(group, self._me, self._chunk, self._parts)
+        progress = begin_version(group, self._me, self._chunk, self._parts, self._new_vector)
         own_contribution = (self._me, self._coded) if self._coded is not None else None
         for start, end in progress.duties.sources:
             known = self._parts.get((start, end))

@@ -17,7 +17,7 @@ from swarmd.train.rounds.groups import counted_of
 from swarmd.train.rounds.heartbeats import HeartbeatState, make_heartbeat
 from swarmd.train.rounds.parts import MOST_SQUARES, ReducedPart, Result
 from swarmd.train.vectors.codecs import Buffer
-from swarmd.train.vectors.scratch import NewVector, new_in_memory
+from swarmd.train.vectors.scratch import NewVector
 from swarmd.train.vectors.state import Vector
 from swarmd.train.vectors.sums import squares_of
 from swarmd.values import PeerId
@@ -158,7 +158,7 @@ def begin_version(
     me: PeerId,
     chunk: int,
     parts: Mapping[Key, ReducedPart],
-    new_vector: NewVector = new_in_memory,
+    new_vector: NewVector,
 ) -> RoundProgress:
     """Begin a version of a group as one of its members, who has nothing of its average."""
     duties = duties_of(group, me)
