@@ -16,6 +16,7 @@ from swarmd.compute.model import skeleton
 from swarmd.compute.model.plain_config import building, read_config
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.lora import names_of_targets, with_recipe_lora
+from swarmd.compute.runs.stages import require_plain
 from swarmd.errors import ConfigError
 from swarmd.protocol.runs.recipe import ALL_LINEAR, MAX_TARGETS, Recipe
 
@@ -34,6 +35,8 @@ def read_outline(folder: Path, recipe: Recipe) -> Outline:
     with building(f"{folder / 'config.json'}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     balance_factor(model)
+    if recipe.is_in_stages:
+        require_plain(model)
     positions = getattr(skeleton.text_config(config), "max_position_embeddings", None) or math.inf
     if recipe.batch.tokens > positions:
         raise ConfigError(

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from swarmd.compute.model import skeleton
-from swarmd.compute.passes.family import FamilyForward
+from swarmd.compute.passes.family import MOST_ARITY, PROBE_ERRORS, FamilyForward
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.shared_vectors import DTYPES, SharedVectors
 from swarmd.errors import ConfigError
@@ -106,11 +107,12 @@ class _Blocks:
         written = read_config(folder)
         layers = layout_of(written).layers(span, count_layers(written))
         self.model = skeleton.load(folder, layers, dtype, device=device)
-        _require_plain(self.model)
+        require_plain(self.model)
         self._family = FamilyForward(self.model, span, dtype, torch.device(device), lambda: None)
-        self.model.train().requires_grad_(True)
         self.width = self._family.hidden_size
         self._span = span
+        self._wants_mask = self._find_mask()
+        self.model.train().requires_grad_(True)
         self._kept: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
         of_model = skeleton.decoder_layers(self.model)
         self._parameters = {
@@ -147,7 +149,22 @@ class _Blocks:
 
     def _compute_block(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[0], -1)
-        return self._family.compute(hidden, positions, None, None, 0, Span(block, block + 1))
+        mask = torch.ones_like(positions) if self._wants_mask else None
+        return self._family.compute(hidden, positions, mask, None, 0, Span(block, block + 1))
+
+    @torch.inference_mode()
+    def _find_mask(self) -> bool:
+        """Does the family compute rows only with a mask, though it masks nothing? Raises ConfigError."""
+        if self.width != self._family.embedding_size:
+            raise ConfigError(f"{type(self.model).__name__}: its streams of hidden states cannot be trained in stages")
+        for wants_mask in (False, True):
+            self._wants_mask = wants_mask
+            try:
+                self._compute_block(self._span.start, torch.zeros(1, 2, self.width, device=self._family.device))
+            except PROBE_ERRORS:
+                continue
+            return wants_mask
+        raise ConfigError(f"{type(self.model).__name__}: its blocks cannot be computed apart: unsupported family")
 
     def _kept_bytes(self) -> int:
         return sum(hidden.nbytes for entered in self._kept.values() for hidden in entered)
@@ -158,12 +175,29 @@ class _Ends:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
         self.model = skeleton.load(folder, None, dtype, device=device)
-        _require_plain(self.model)
+        require_plain(self.model)
         self.model.train().requires_grad_(True)
         self.model.get_input_embeddings().padding_idx = None  # no row is padded, as in compute.runs.gradients
         self.width = int(skeleton.text_config(self.model.config).hidden_size)
         self._remote = skeleton.remote_layer_of(self.model)
         self._parameters = list(self.model.parameters())
+        self._find_arity()
+
+    @torch.inference_mode()
+    def _find_arity(self) -> None:
+        """Learn whether this family's layers return a tensor or a tuple, and of how many. Raises ConfigError."""
+        ids = torch.zeros(2, 3, dtype=torch.long, device=self._parameters[0].device)
+        self._remote.call = lambda hidden: hidden
+        for arity in range(MOST_ARITY + 1):
+            for layer in skeleton.decoder_layers(self.model).children():
+                if isinstance(layer, skeleton.Stub):
+                    layer.returns_tuple = arity
+            try:
+                if self.model(input_ids=ids, use_cache=False).logits.shape[:2] == ids.shape:
+                    return
+            except PROBE_ERRORS:
+                continue
+        raise ConfigError(f"{type(self.model).__name__}: its ends cannot be computed apart: unsupported family")
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Compute what enters the first block, [b, t, d], of rows of tokens [b, t + 1]."""
@@ -221,7 +255,7 @@ def span_of_stage(folder: Path, recipe: Recipe, stage: int) -> Span:
     return Span(borders[stage - 1], borders[stage])
 
 
-def _require_plain(model: nn.Module) -> None:
+def require_plain(model: PreTrainedModel) -> None:
     """Refuse a family whose blocks take more than hidden states, or balance experts. Raises ConfigError."""
     family = type(model).__name__
     if skeleton.layout_of(model.config).sidebands:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from swarmd.errors import OutOfStep
 from swarmd.protocol.wire.rounds import Group, GroupMember, GroupPart, Reduced
 from swarmd.train.rounds.round_progress import RoundProgress, begin_version
+from swarmd.train.vectors.scratch import new_in_memory
 from swarmd.values import PeerId
 
 ME, REDUCER, OTHER = PeerId("me"), PeerId("reducer"), PeerId("other")
@@ -21,7 +22,7 @@ def begin(version: int = 1) -> RoundProgress:
     """A version in which another member reduces everything, and this one gets it."""
     members = tuple(GroupMember(peer, 0, 2, True) for peer in (ME, REDUCER, OTHER))
     group = Group(version=version, n_elements=N, members=members, parts=(GroupPart(1, 0, N),))
-    return begin_version(group, ME, CHUNK, {})
+    return begin_version(group, ME, CHUNK, {}, new_in_memory)
 
 
 def bring(progress: RoundProgress, start: int, n: int, *, peer: PeerId = REDUCER, version: int = 1) -> bool:
