@@ -204,8 +204,20 @@ class OrderAnswer(Status, frozen=True, kw_only=True):
 
 
 class CheckpointAnswer(Status, frozen=True, kw_only=True):
-    """Where a run's state was written, and its vector's layout: (name, shape) of each tensor."""
+    """Where a run's state was written, and its vector's layout: (name, shape) of each tensor.
+
+    Of a run in stages ``stages`` has a state for each, and the rest is of no stage.
+    """
 
     path: str
     layout: tuple[tuple[str, tuple[int, ...]], ...]
+    update: int
+    stages: tuple[StageState, ...] = ()
+
+
+class StageState(Status, frozen=True, kw_only=True):
+    """Where the state of one stage was written, and of which update it is."""
+
+    stage: int
+    path: str
     update: int

@@ -12,7 +12,6 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import math
 import re
 import shutil
 import sys
@@ -130,8 +129,19 @@ def export_run(name: str, out: Path, *, home: Home | None = None) -> ExportedRun
     body = _ask(home, "train/checkpoint", "POST", EXPORT_TIMEOUT_S, name=name)
     state = Path(body["path"])
     recipe = RunFolder(state.parent).run().recipe
-    base = _ask(home, "here", model=recipe.model)["folder"]
-    _save_model(Path(base), recipe, state, body["layout"], out)
+    if body["stages"]:
+        updates = {stage["update"] for stage in body["stages"]}
+        if max(updates) - min(updates) > 1:  # one apart is what a round leaves for a moment, and no harm
+            raise ConfigError(
+                f"the stages of {recipe.name!r} are at updates {min(updates)} to {max(updates)}, which are no one "
+                "model: try again when they have come together"
+            )
+    base = Path(_ask(home, "here", model=recipe.model)["folder"] or home.folder)
+    if body["stages"] and not any(base.glob("*.safetensors")):
+        raise ConfigError(
+            f"the model that the run began with is not whole on this machine: swarmd models pull {recipe.model}"
+        )
+    _save_model(base, recipe, state, body, out)
     return ExportedRun(body["update"], recipe)
 
 
@@ -357,28 +367,34 @@ def _save_model(
     base: Path,
     recipe: Recipe,
     state: Path,
-    layout: list[list[Any]],
+    body: dict[str, Any],
     out: Path,
 ) -> None:
-    """Put the parameters of a state into the model that they belong to, and save it."""
+    """Put the parameters of a state, or of those of all stages, into the model that they belong to, and save it."""
     import torch
     from safetensors import safe_open
 
     from swarmd.client.text.tokenizer import load_tokenizer
     from swarmd.compute.runs.gradients import build
+    from swarmd.compute.runs.stages import parameters_of_stages
 
     # A state holds all trained parameters in one vector, one after the other as the model names them. The layout of
     # the run says names and shapes: another version of transformers may order them otherwise.
     model = build(base, recipe)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if [[name, list(parameter.shape)] for name, parameter in trained] != layout:
+    by_state = {str(state): [parameter for _, parameter in trained]}
+    if body["stages"]:
+        parameters = parameters_of_stages(model, base, recipe)
+        by_state = {stage["path"]: parameters[stage["stage"]] for stage in body["stages"]}
+    elif [[name, list(parameter.shape)] for name, parameter in trained] != body["layout"]:
         raise ConfigError("its parameters here differ from the run's: are the versions of transformers alike?")
-    with safe_open(str(state), "pt") as file:
-        vector = file.get_tensor("parameters")
-    pieces = torch.split(vector, [math.prod(parameter.shape) for _, parameter in trained])
-    with torch.no_grad():
-        for (_, parameter), values in zip(trained, pieces, strict=True):
-            parameter.copy_(values.view(parameter.shape))
+    for path, parameters_of_state in by_state.items():
+        with safe_open(path, "pt") as file:
+            vector = file.get_tensor("parameters")
+        pieces = torch.split(vector, [parameter.numel() for parameter in parameters_of_state])
+        with torch.no_grad():
+            for parameter, values in zip(parameters_of_state, pieces, strict=True):
+                parameter.copy_(values.view(parameter.shape))
     model.save_pretrained(out)  # type: ignore[operator]
     if recipe.train == "all" and (base / "tokenizer_config.json").is_file():
         load_tokenizer(base).save_pretrained(out)

@@ -37,6 +37,7 @@ from swarmd.weights.supply import Supply
 logger = logging.getLogger(__name__)
 
 RETRY_S = 10.0  # a run that the swarm cannot give what it needs is tried again
+LAST_COMMIT_S = 60.0  # whoever leaves a stage waits for: else what it has added up is lost
 LONGEST_RETRY_S = 600.0  # what this machine's user has to mend: each try starts a worker, which takes seconds of a CPU
 
 
@@ -152,6 +153,11 @@ class LocalRun:
         """Compute nothing for a reason that a rule of the owner's gives; "" goes on."""
         self._resting = reason
         self.trainer.idleness.pause(reason, "policy")
+
+    async def await_commit(self) -> None:
+        """Wait until what a stage has added up here is counted, or for as long as that may take."""
+        with trio.move_on_after(LAST_COMMIT_S):
+            await self.trainer.await_commit()
 
     async def leave(self) -> bool:
         """End here, for good; returns whether no update counts without this peer. The state stays on the disk."""

@@ -27,10 +27,12 @@ from swarmd.run_status import (
     PauseRunAnswer,
     PlanAnswer,
     RunsAnswer,
+    StageState,
 )
 from swarmd.train.local_run import LocalRun, RunsServices
 from swarmd.train.report import plan_round
 from swarmd.train.stages.holding import StageHolder
+from swarmd.train.stages.states import fetch_state
 from swarmd.train.store.disk import RunFolder, known_runs
 from swarmd.train.store.recovery import ask_run
 from swarmd.train.vectors.state import Average, Snapshot
@@ -139,16 +141,34 @@ class Runs:
             raise ConfigError(f"{error}: it has stages 0 to {len(run.stages) - 1}") from None
         return [(chosen, role), *[(part, signs) for part, signs in signed if part.id != chosen.id]]
 
-    async def leave(self, name: str) -> LeaveRunAnswer:
-        """Leave a run, with all of its stages that are here. The state stays on the disk."""
+    async def leave(self, name: str, stage: int | None = None) -> LeaveRunAnswer:
+        """Leave a run, with all of its stages that are here, or one of them. The state stays on the disk."""
         parts = self._find_parts(name)
         run = parts[0].run_spec
+        if stage is not None:
+            return await self._leave_stage(run, stage)
         lacks_anchors = False
         for part in parts:
             lacks_anchors |= await part.leave()
             self._taken.pop(part.run_spec.id, None)
         self._directory.announce_soon()
         return LeaveRunAnswer(run=run.whole, left=True, name=run.recipe.name, lacks_anchors=lacks_anchors)
+
+    async def _leave_stage(self, run: Run, stage: int) -> LeaveRunAnswer:
+        """Hold a stage no longer, and go on signing for it where this peer is to. Raises ConfigError."""
+        parts = self._find_parts(run.whole)
+        held = [part for part in parts if part.run_spec.stage == stage and part.trainer.role != "anchor"]
+        if not held:
+            raise ConfigError(f"this daemon does not hold stage {stage} of {run.recipe.name!r}")
+        part = held[0].run_spec
+        await held[0].await_commit()
+        await self._leave_part(part.id)
+        if self._services.rpc.network.peer_id in run.recipe.anchors:
+            folder = self._services.folder_of(part.id)
+            folder.keep_run(part, "anchor")
+            self._begin_run(part, folder)
+        self._directory.announce_soon()
+        return LeaveRunAnswer(run=run.whole, left=True, name=run.recipe.name, lacks_anchors=False)
 
     async def _leave_part(self, part: RunId) -> None:
         """End what was done for a ledger in another role."""
@@ -199,8 +219,11 @@ class Runs:
         )
 
     async def checkpoint(self, name: str) -> CheckpointAnswer:
-        """Write a run's present state to the disk."""
-        trainer = self._find_part(name, "write a checkpoint").trainer
+        """Write a run's present state to the disk; of one in stages all of them, fetched from who holds them."""
+        parts = self._find_parts(name)
+        trainer = parts[0].trainer
+        if trainer.run_spec.stage is not None:
+            return await self._collect_stages(trainer.run_spec)
         path = await trainer.checkpoints.save(trainer.state)
         layout = trainer.state.layout.tensors if trainer.state is not None else ()
         return CheckpointAnswer(
@@ -208,6 +231,23 @@ class Runs:
             layout=tuple(layout),
             update=trainer.ledger.epoch,
         )
+
+    async def _collect_stages(self, run: Run) -> CheckpointAnswer:
+        states = []
+        for part in run.stages:
+            assert part.stage is not None
+            taken = self._taken.get(part.id)
+            if taken is not None and taken.trainer.state is not None:
+                update = taken.trainer.state.epoch
+                path = await taken.trainer.checkpoints.save(taken.trainer.state)
+            else:
+                folder = self._services.folder_of(part.id).folder / "elsewhere"
+                fetched, update = await fetch_state(self._services.rpc, self._directory.view(), part, folder)
+                path = str(fetched)
+            states.append(StageState(stage=part.stage, path=path, update=update))
+        update = min(state.update for state in states)
+        path = str(self._services.folder_of(run.id).folder / "run.bin")
+        return CheckpointAnswer(path=path, layout=(), update=update, stages=tuple(states))
 
     def status(self) -> RunsAnswer:
         """List runs taken part in, and others that the swarm has."""

@@ -291,6 +291,11 @@ class Trainer:
             await self.joining.follow(leaders[0], head)
             self.joining.leave()
 
+    async def await_commit(self) -> None:
+        """Wait until nothing is here that the next commit might count."""
+        while self.work.n:
+            await self._news.wait()
+
     # --- the state --------------------------------------------------------------------------------------------------
 
     def _settle_work(self, commit: Commit | None) -> None:

@@ -211,9 +211,12 @@ class Replay:
 
 
 def errors_of_replay(
-    volunteers: list[Volunteer], starter: Volunteer, name: str = "run"
+    volunteers: list[Volunteer], starter: Volunteer, exported: torch.nn.Module | None = None, name: str = "run"
 ) -> dict[tuple[int, int], float]:
-    """Relative L2 between each checkpoint of each stage and the ledgers replayed up to there, by stage and update."""
+    """Relative L2 between each checkpoint of each stage and the ledgers replayed up to there, by stage and update.
+
+    ``exported``: the model that was taken home at the end; its stages are those of the newest update or one before.
+    """
     ledgers = ledgers_of(volunteers, name)
     saved = {}
     for stage, folders in folders_of(volunteers, name).items():
@@ -223,13 +226,20 @@ def errors_of_replay(
                     saved[stage, checkpoint.epoch] = np.asarray(file.get_tensor("parameters"))
     home = starter.home.folder
     replay = Replay(ledgers, home / "models" / f"{name}-0", next((home / "data").glob(f"{name}-*")))
+    named = dict(exported.named_parameters()) if exported is not None else {}
     errors = {}
     last = min(ledger.epoch for ledger in ledgers.values())
     while replay.update < last:
         replay.advance()
-        for stage in ledgers:
-            found = saved.get((stage, replay.update))
-            if found is not None:
-                expected = replay.vector(stage)
-                errors[stage, replay.update] = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+        for stage, names in replay.names.items():
+            expected = replay.vector(stage)
+            if (stage, replay.update) in saved:
+                errors[stage, replay.update] = _relative(saved[stage, replay.update], expected)
+            if named and last - replay.update < 2:
+                found = torch.cat([named[name].detach().flatten() for name in names]).numpy()
+                errors[stage, -1] = min(errors.get((stage, -1), 1.0), _relative(found, expected))
     return errors
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

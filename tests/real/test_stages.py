@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.stages import (
@@ -70,7 +71,10 @@ def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
         assert "stage 2" in shown
         assert "blocks from 2 on" in shown
 
-        errors = errors_of_replay(volunteers, starter)
+        command(starter, "train", "stop", "run", "--all")
+        command(starter, "train", "export", "run", "--out", str(tmp_path / "model"))
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        errors = errors_of_replay(volunteers, starter, exported)
         assert {stage for stage, _ in errors} == {0, 1, 2}
         assert max(errors.values()) < BOUND
         losses = ledgers_of(volunteers)[0].losses()

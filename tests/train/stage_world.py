@@ -113,6 +113,7 @@ class StageMember:
     trainers: dict[RunId, Trainer] = field(default_factory=dict)
     sources: dict[int, ToyStage] = field(default_factory=dict)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    scopes: dict[RunId, trio.CancelScope] = field(default_factory=dict)
 
     @property
     def peer(self) -> PeerId:
@@ -179,28 +180,51 @@ class StageWorld:
         member = StageMember(identity, network, None)  # type: ignore[arg-type]
         member.rpc = Rpc(network, member)  # type: ignore[arg-type]
         for part in self.run.stages:
-            assert part.stage is not None
-            if stages and part.stage not in stages:
-                continue
-            ports = None
-            if stages:
-                source = member.sources[part.stage] = ToyStage(self.run.recipe, part.stage, forward_s)
-                ports = StagePorts(source, ToyRows(self.run.recipe.seed), member.find_local)  # type: ignore[arg-type]
-            services = TrainerServices(
-                rpc=member.rpc,
-                identity=identity,
-                view=lambda: self._view(member.peer),
-                announce=lambda: self._announce(member),
-                off_loop=_inline,
-                rng=random.Random(self.rng.random()),
-                links=lambda: (None, None),
-                can_be_dialled=lambda: True,
-            )
-            role = "train" if stages else "anchor"
-            member.trainers[part.id] = Trainer(services, part, role, None, None, self._make_get, ports)
+            if not stages or part.stage in stages:
+                self._make_trainer(member, part, forward_s if stages else None)
         self.members[member.peer] = member
         self._nursery.start_soon(self._live, member)
         return member
+
+    def hold(self, member: StageMember, stage: int, forward_s: float = 0.02) -> None:
+        """Have a peer hold another stage beside its own."""
+        trainer = self._make_trainer(member, self.run.in_stage(stage), forward_s)
+        self._nursery.start_soon(self._train, member, trainer)
+
+    async def leave(self, member: StageMember, stage: int) -> None:
+        """Have a peer hold a stage no longer, once what it has added up is counted."""
+        trainer = member.of_stage(stage)
+        await trainer.await_commit()
+        member.scopes.pop(trainer.run_spec.id).cancel()
+        del member.trainers[trainer.run_spec.id], member.sources[stage]
+        self._records.pop((member.peer, trainer.run_spec.id), None)
+
+    def _make_trainer(self, member: StageMember, part: Run, forward_s: float | None) -> Trainer:
+        """Make a trainer of one stage; without ``forward_s`` it keeps the ledger and signs."""
+        assert part.stage is not None
+        ports = None
+        if forward_s is not None:
+            source = member.sources[part.stage] = ToyStage(self.run.recipe, part.stage, forward_s)
+            ports = StagePorts(source, ToyRows(self.run.recipe.seed), member.find_local)  # type: ignore[arg-type]
+        services = TrainerServices(
+            rpc=member.rpc,
+            identity=member.identity,
+            view=lambda: self._view(member.peer),
+            announce=lambda: self._announce(member),
+            off_loop=_inline,
+            rng=random.Random(self.rng.random()),
+            links=lambda: (None, None),
+            can_be_dialled=lambda: True,
+        )
+        role = "anchor" if forward_s is None else "train"
+        trainer = Trainer(services, part, role, None, None, self._make_get, ports)
+        member.trainers[part.id] = trainer
+        return trainer
+
+    async def _train(self, member: StageMember, trainer: Trainer) -> None:
+        with trio.CancelScope() as scope:
+            member.scopes[trainer.run_spec.id] = scope
+            await trainer.run()
 
     def crash(self, member: StageMember) -> None:
         """Power off: the network is gone first, then the program."""
@@ -274,7 +298,7 @@ class StageWorld:
                 await nursery.start(member.rpc.run)
                 nursery.start_soon(self._announce_regularly, member)
                 for trainer in member.trainers.values():
-                    nursery.start_soon(trainer.run)
+                    nursery.start_soon(self._train, member, trainer)
 
     async def _announce_regularly(self, member: StageMember) -> None:
         while True:
@@ -283,7 +307,7 @@ class StageWorld:
 
     def _announce(self, member: StageMember) -> None:
         now = trio.current_time()
-        for ledger, trainer in member.trainers.items():
+        for ledger, trainer in [*member.trainers.items()]:
             fields = {k: v for k, v in trainer.record().items() if k != "kind"}
             record = RunRecord(
                 peer=member.peer,

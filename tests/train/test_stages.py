@@ -90,3 +90,18 @@ async def test_a_stopped_holder_is_done_without(virtual_time: MockClock) -> None
         for peer in others:
             world.world.heal(stopped.peer, peer)
         await world.until(world.epoch + 2)
+
+
+async def test_depth_changes_without_losing_an_update(virtual_time: MockClock) -> None:
+    """Four holders in a row, three, and four again, by blocks that move to a neighbour and back."""
+    async with in_stages(9, (0,), (1,), (2,), (3,), (4,), n_stages=4) as world:
+        await world.until(3)
+        third, fourth = (next(m for m in world.members.values() if stage in m.sources) for stage in (3, 4))
+        for giver, taker in ((fourth, third), (third, fourth)):
+            world.hold(taker, 4)
+            await world.until(world.epoch + 2)
+            await world.leave(giver, 4)
+            await world.until(world.epoch + 3)
+        commits = [s.commit for t in world.anchor.trainers.values() for s in t.ledger.sealed]
+        assert not any(commit.restores for commit in commits), "no stage had nothing to give"
+        assert min(commit.n_samples for commit in commits) >= 30

@@ -77,6 +77,7 @@ def join(run: RunName = "", role: Role = "train", stage: Stage = None) -> None:
 def stop(
     run: RunName = "",
     everywhere: Annotated[bool, typer.Option("--all", help="As its owner: stop the run for everybody.")] = False,
+    stage: Annotated[int | None, typer.Option("--stage", help="Leave this stage only, at its next commit.")] = None,
 ) -> None:
     """Leave a run; what was gathered here and is not committed is lost. With --all its owner stops it for everybody.
 
@@ -88,8 +89,10 @@ def stop(
         stopped = ask(OrderAnswer, "train/order", "POST", name=run, state="stopped")
         print(f"{stopped.run[:12]} is stopped for everybody: swarmd train resume --all lets it go on")
         return
-    answer = ask(LeaveRunAnswer, "train/leave", "POST", timeout_s=120.0, name=run)
-    print(f"left {answer.run[:12]}; its state stays on this disk: swarmd train join takes part again")
+    chosen = {} if stage is None else {"stage": str(stage)}
+    answer = ask(LeaveRunAnswer, "train/leave", "POST", timeout_s=120.0, name=run, **chosen)
+    left = answer.run[:12] if stage is None else f"stage {stage} of {answer.run[:12]}"
+    print(f"left {left}; its state stays on this disk: swarmd train join takes part again")
 
 
 @app.command("pause")

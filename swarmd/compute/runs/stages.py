@@ -255,6 +255,22 @@ def span_of_stage(folder: Path, recipe: Recipe, stage: int) -> Span:
     return Span(borders[stage - 1], borders[stage])
 
 
+def parameters_of_stages(model: PreTrainedModel, folder: Path, recipe: Recipe) -> list[list[nn.Parameter]]:
+    """Return the parameters of each stage of a whole model, in the order in which they lie in the stage's vector."""
+    written = read_config(folder)
+    layout = layout_of(written)
+    n_layers = count_layers(written)
+    stage_of = {}
+    for stage in range(1, len(recipe.first_blocks) + 1):
+        for index in layout.layers(span_of_stage(folder, recipe, stage), n_layers).blocks():
+            for parameter in skeleton.decoder_layers(model)[index].parameters():
+                stage_of[id(parameter)] = stage
+    stages: list[list[nn.Parameter]] = [[] for _ in range(len(recipe.first_blocks) + 1)]
+    for parameter in model.parameters():
+        stages[stage_of.get(id(parameter), ENDS)].append(parameter)
+    return stages
+
+
 def require_plain(model: PreTrainedModel) -> None:
     """Refuse a family whose blocks take more than hidden states, or balance experts. Raises ConfigError."""
     family = type(model).__name__

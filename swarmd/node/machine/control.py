@@ -44,7 +44,7 @@ class RunControl(Protocol):
 
     async def join(self, name: str, role: str, stage: int | None = None) -> run_status.JoinRunAnswer: ...
 
-    async def leave(self, name: str) -> run_status.LeaveRunAnswer: ...
+    async def leave(self, name: str, stage: int | None = None) -> run_status.LeaveRunAnswer: ...
 
     async def order(
         self,
@@ -139,10 +139,19 @@ def _order_run(daemon: ControlServices, query: Query) -> Awaitable[Status]:
 
 
 def _join_run(daemon: ControlServices, query: Query) -> Awaitable[Status]:
+    return daemon.runs.join(query["name"], query["role"], _read_stage(query))
+
+
+def _leave_run(daemon: ControlServices, query: Query) -> Awaitable[Status]:
+    return daemon.runs.leave(query["name"], _read_stage(query))
+
+
+def _read_stage(query: Query) -> int | None:
+    """Read which stage is meant; None: none was named. Raises ConfigError."""
     stage = query["stage"]
     if stage and not stage.isdecimal():
         raise ConfigError(f"a stage is a number from 0 on, not {stage!r}")
-    return daemon.runs.join(query["name"], query["role"], int(stage) if stage else None)
+    return int(stage) if stage else None
 
 
 def _pause_run(daemon: ControlServices, query: Query) -> Status:
@@ -176,7 +185,7 @@ VERBS = (
     _post("train/join", run_status.JoinRunAnswer, _join_run, "name", "role", "stage"),
     _post("train/pause", run_status.PauseRunAnswer, _pause_run, "name"),
     _post("train/unpause", run_status.PauseRunAnswer, _unpause_run, "name"),
-    _post("train/leave", run_status.LeaveRunAnswer, lambda d, q: d.runs.leave(**q), "name"),
+    _post("train/leave", run_status.LeaveRunAnswer, _leave_run, "name", "stage"),
     _post("train/order", run_status.OrderAnswer, _order_run, "name", "state", "anchors"),
     _post("train/checkpoint", run_status.CheckpointAnswer, lambda d, q: d.runs.checkpoint(**q), "name"),
 )
