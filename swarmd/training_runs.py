@@ -29,9 +29,8 @@ from swarmd.home.paths import Home
 from swarmd.importing import importing
 from swarmd.names import is_model_hash
 from swarmd.net import local
-from swarmd.plan.runs.stages import divide_blocks
+from swarmd.plan.runs.stages import ModelSize, choose_stages, divide_blocks
 from swarmd.protocol.models import manifest
-from swarmd.protocol.models.configuration import count_layers, layout_of
 from swarmd.protocol.runs import recipe as recipes
 from swarmd.protocol.runs.recipe import Recipe, Run
 from swarmd.text_files import find_other_format, read_bytes, read_text
@@ -51,10 +50,11 @@ EXPORT_TIMEOUT_S = 600.0  # the daemon writes the whole state to the disk
 
 @dataclass(frozen=True, slots=True)
 class StartedRun:
-    """A run that this machine has started, and of how many rows its data is."""
+    """A run that this machine has started, of how many rows its data is, and why it has so many stages, if it chose."""
 
     run: Run
     n_rows: int
+    why_stages: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +111,13 @@ def start_run(
     anchors = draft.anchors or (member.identity().peer_id,)
     if role == "anchor" and member.identity().peer_id not in anchors:
         raise ConfigError("anchors does not name this peer: add it, or take another role")
-    stages = _divide_blocks(draft, source)
+    stages, why_stages = _divide_blocks(home, draft, outline.size)
     resolved = msgspec.structs.replace(draft, model=model, data=data, anchors=anchors, stages=stages)
     run = recipes.start_run(resolved, member.identity(), int(time.time()))
     RunFolder(home.runs / run.id).keep_run(run, "" if stages else role)  # stages have folders of their own
     _ask(home, "reload", "POST")
     _ask(home, "train/join", "POST", name=run.id, role=role, stage="" if stage is None else str(stage))
-    return StartedRun(run, n_rows)
+    return StartedRun(run, n_rows, why_stages)
 
 
 def export_run(name: str, out: Path, *, home: Home | None = None) -> ExportedRun:
@@ -196,15 +196,20 @@ def _load_outline(source: Path, recipe: Recipe) -> Outline:
     return read_outline(source, recipe)
 
 
-def _divide_blocks(recipe: Recipe, source: Path) -> tuple[int, ...]:
-    """Return the first block of each stage that a recipe asks for; () for none. Raises ConfigError."""
-    if not recipe.is_in_stages:
-        return ()
-    written = manifest.read_config(source)
-    n_blocks = layout_of(written).n_blocks(count_layers(written))
+def _divide_blocks(home: Home, recipe: Recipe, size: ModelSize) -> tuple[tuple[int, ...], str]:
+    """Return the first block of each stage that a recipe asks for, and why; () for none. Raises ConfigError."""
+    stages = recipe.stages
+    why = ""
+    if stages == "auto":
+        memories = [peer["memory_bytes"] for peer in _ask(home, "peers")["peers"]]
+        choice = choose_stages(size, [n_bytes for n_bytes in memories if n_bytes])
+        if not choice.action:
+            raise ConfigError(f'stages = "auto": {choice.reason}: have more machines join, or say how many stages')
+        stages, why = choice.action, choice.reason
+    if isinstance(stages, tuple):
+        return stages, why
     try:
-        stages = recipe.stages
-        return stages if isinstance(stages, tuple) else divide_blocks(n_blocks, stages)
+        return divide_blocks(size.n_blocks, stages), why
     except ValueError as error:
         raise ConfigError(f"stages: {error}") from None
 

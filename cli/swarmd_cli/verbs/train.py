@@ -54,6 +54,9 @@ def start(
     print(f"{resolved.name}: run {run_id}")
     rows = f"{count(started.n_rows, 'row')} of {resolved.batch.tokens} tokens"
     print(f"model {resolved.model[:12]}, {rows}, {count(len(resolved.anchors), 'anchor')}")
+    if resolved.first_blocks:
+        why = f": {started.why_stages}" if started.why_stages else ""
+        print(f"{count(len(resolved.first_blocks), 'stage')} of blocks, and one of embedding and head{why}")
     print(f"others take part with: swarmd train join {run_id[:12]}")
     if resolved.synchronisation == "delayed" and resolved.optimizer.price_of_delay:
         print(resolved.optimizer.price_of_delay)

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarmd.plan.runs.progress import Action, MemberProgress, decide_action
+from swarmd.protocol.fields import MAX_STAGES
 from swarmd.values import Decision, PeerId
 
+STATE_BYTES = 16  # of a parameter: itself, its gradients' sum, and two moments, in float32
+OTHER_BYTES = 600 * 10**6  # of a holder: daemon and worker with their libraries, and the graph of a block
+USABLE_SHARE = 0.5  # of a member's memory: the rest is its user's, and files' in whose place others come
 PER_STAGE = 2  # micro-batches under way for each stage: one is computed while the next one travels
 
 
@@ -48,6 +52,53 @@ def decide_stage_action(
     if decision.action is Action.CONTINUE and is_left_behind and not total and not under_way and is_first:
         return Decision(Action.STAY, "other stages are past this update, and nothing is left to give to it")
     return decision
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """How many parameters a model has: in its largest block, and around its blocks."""
+
+    n_blocks: int
+    block: int
+    ends: int
+
+    def stage_bytes(self, n_stages: int) -> int:
+        """What a stage of blocks takes of a holder's memory, of so many stages."""
+        return OTHER_BYTES + STATE_BYTES * self.block * -(-self.n_blocks // n_stages)
+
+    @property
+    def ends_bytes(self) -> int:
+        """What the ends take of a holder's memory."""
+        return OTHER_BYTES + STATE_BYTES * self.ends
+
+
+def choose_stages(size: ModelSize, memories_bytes: Sequence[int]) -> Decision[int]:
+    """Choose as few stages as these members can hold, each as many as it has room for; 0: they cannot.
+
+    Fewer stages mean fewer trips for a micro-batch, and less time in which the pipeline runs dry.
+    """
+    room = sorted((int(n_bytes * USABLE_SHARE) for n_bytes in memories_bytes), reverse=True)
+    for n_stages in range(1, min(size.n_blocks, MAX_STAGES) + 1):
+        left = list(room)
+        needs = sorted([size.ends_bytes, *[size.stage_bytes(n_stages)] * n_stages], reverse=True)
+        if all(_take_room(left, need) for need in needs):
+            blocks = -(-size.n_blocks // n_stages)
+            each = size.stage_bytes(n_stages) / 1e9
+            return Decision(n_stages, f"{blocks} blocks each take {each:.1f} GB of a holder's memory")
+    needed = (size.ends_bytes + size.stage_bytes(1)) / 1e9
+    there = sum(room) / 1e9
+    return Decision(
+        0, f"the model takes {needed:.1f} GB to train, and {len(room)} members have {there:.1f} GB to give, in parts"
+    )
+
+
+def _take_room(left: list[int], need: int) -> bool:
+    """Take room for a stage where most is left; False where there is none."""
+    most = max(range(len(left)), key=left.__getitem__, default=None)
+    if most is None or left[most] < need:
+        return False
+    left[most] -= need
+    return True
 
 
 def choose_holder(holders: Mapping[PeerId, HolderLoad], now: float) -> Decision[PeerId | None]:

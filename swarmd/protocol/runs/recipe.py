@@ -184,7 +184,8 @@ class Recipe(RecipeTable, frozen=True):
     ``robust``: contributions are clipped round the momentum (train.vectors.clipping).
     ``audit``: one contribution in so many is computed again by another member (plan.trust.gradient_audits); 0: none.
     Runs of before say nothing; where a file says nothing, it is ``DEFAULT_AUDIT`` if it can be.
-    ``stages``: the first block of each stage where no member holds all of the model; in a file, how many stages.
+    ``stages``: the first block of each stage where no member holds all of the model; in a file, how many stages,
+    or "auto".
     ``activations``: how hidden states travel between them; gradients come back in int8 where that is int4.
     """
 
@@ -207,7 +208,7 @@ class Recipe(RecipeTable, frozen=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
     audit: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
     robust: Literal["none", "clip"] = "none"
-    stages: NumberOfStages | FirstBlocks = ()
+    stages: NumberOfStages | Literal["auto"] | FirstBlocks = ()
     activations: Literal["none", "float16", "int8", "int4"] = "none"
 
     @property

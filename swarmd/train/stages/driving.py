@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from swarmd.errors import PeerError, SwarmError, Unreachable
+from swarmd.errors import PeerError, Refused, SwarmError, Unreachable
 from swarmd.plan.runs.arrivals import Arrivals
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.stages import HolderLoad, choose_holder, next_draw, size_of_next
@@ -299,9 +299,10 @@ class Driver:
         self._note(key, pass_s=took_s if usual_s is None else usual_s + SMOOTHING * (took_s - usual_s))
 
     def _ban(self, stage: int, peer: PeerId, error: PeerError) -> None:
-        """Ask a holder nothing for a while."""
+        """Ask a holder nothing for a while: as long as it asks for, if it says so."""
         logger.info("stage %d: %s: %s", stage, peer[-8:], error)
-        self._note((stage, peer), banned_until=trio.current_time() + BANNED_S)
+        wait_s = error.retry_after_s if isinstance(error, Refused) else None
+        self._note((stage, peer), banned_until=trio.current_time() + (BANNED_S if wait_s is None else wait_s))
 
     def _note(self, key: tuple[int, PeerId], **changes: float | int) -> None:
         self._seen[key] = replace(self._seen.get(key, HolderLoad()), **changes)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 1 << 20  # of activations in a frame: others come between two of them
 PARTS_AT_ONCE = 8  # asked for: enough for a link of 100 Mbit/s and 600 ms
 FETCH_TIMEOUT_S = 10.0  # for one part
+MOST_ASKED = 256  # passes, at once: drivers have two under way for each stage
 MOST_PARTS = 1_024  # of one micro-batch's activations: 1 GiB
 
 PING_S = 1.0  # how often a holder that computes is asked whether it lives
@@ -54,9 +55,17 @@ class Lacking(Exception):
 
 
 class StageHolder:
-    """See the module. ``run`` is the stage."""
+    """See the module. ``run`` is the stage; ``may_drive``: does a peer hold the ends of the model?"""
 
-    def __init__(self, rpc: Rpc, run: Run, computing: StageComputing, tasks: Tasks, find_local: FindLocal) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        run: Run,
+        computing: StageComputing,
+        tasks: Tasks,
+        find_local: FindLocal,
+        may_drive: Callable[[PeerId], bool],
+    ) -> None:
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._run = run
@@ -64,6 +73,8 @@ class StageHolder:
         self.batches = computing.batches
         self._tasks = tasks
         self._find_local = find_local
+        self._may_drive = may_drive
+        self._n_asked = 0
 
     def take(self, channel: Channel, message: AnyMessage) -> bool:
         """Take what is about micro-batches of this stage; False for anything else. Answers follow."""
@@ -84,7 +95,16 @@ class StageHolder:
             try:
                 if message.driver != channel.peer:
                     raise Refused(Code.MALFORMED, "a driver names itself")
-                await channel.send(await self.compute(message))
+                if not self._may_drive(channel.peer):
+                    raise Refused(Code.NO_CAPACITY, "who drives holds the model's ends: of you that is not known", 1.0)
+                if self._n_asked >= MOST_ASKED:
+                    raise Refused(Code.NO_CAPACITY, f"{MOST_ASKED} passes wait here already", 1.0)
+                self._n_asked += 1
+                try:
+                    done = await self.compute(message)
+                finally:
+                    self._n_asked -= 1
+                await channel.send(done)
             except Refused as error:
                 await channel.send(refusal_for(message, error))
 
@@ -218,6 +238,8 @@ class StageHolder:
             reply, frame = await self._rpc.call(source, want, timeout_s=FETCH_TIMEOUT_S, purpose="bulk")
             if not isinstance(reply, ActivationsAre) or reply.part[0] != number or reply.part[1] > MOST_PARTS:
                 raise RemoteProtocolError(f"expected part {number} of activations")
+            if len(frame.payload) > PART_BYTES:
+                raise RemoteProtocolError(f"a part of {len(frame.payload)} B, expected {PART_BYTES} at most")
             parts[number] = bytes(frame.payload)
             return reply.part[1]
 

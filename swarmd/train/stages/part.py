@@ -44,13 +44,23 @@ class StagePart:
         self.computing = computing
         run = services.chronicle.run
         trainer = services.trainer
-        self.holder = StageHolder(trainer.rpc, run, computing, tasks, ports.find_local)
         stages = {}
         for stage in run.stages:
             assert stage.stage is not None
             stages[stage.stage] = Members(
                 stage.id, run.whole, services.me, trainer.view, trainer.rpc.network.learn, trainer.rpc.standing
             )
+        ends = stages[ENDS]
+        self.holder = StageHolder(
+            trainer.rpc,
+            run,
+            computing,
+            tasks,
+            ports.find_local,
+            may_drive=lambda peer: any(
+                r.peer == peer and r.role == "train" for r in trainer.view().in_ledger(ends.run)
+            ),
+        )
         self.norms = StageNorms(trainer.rpc, services.chronicle, stages)
         if run.stage == ENDS:
             self.driver = Driver(

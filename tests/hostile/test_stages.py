@@ -1,0 +1,110 @@
+"""Members of a run in stages that send what cannot be: each is refused, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.errors import Code, PeerError, Refused
+from swarmd.protocol.fields import Request
+from swarmd.protocol.wire.stages import StageBackward, StageForget, StageForward, WantActivations
+from swarmd.train.stages.holding import MOST_ASKED
+from swarmd.train.stages.micro_batches import MOST_BYTES, KeptMicroBatches
+from tests.train.stage_world import StageMember, StageWorld, in_stages
+
+
+@asynccontextmanager
+async def attacked() -> AsyncIterator[tuple[StageWorld, StageMember, StageMember]]:
+    """A run under way, its holder of stage 1, and a second holder of stage 2, who attacks."""
+    async with in_stages(31, (0,), (1,), (2,)) as world:
+        attacker = world.add(2)
+        await world.until(2)
+        victim = next(m for m in world.members.values() if 1 in m.sources)
+        yield world, victim, attacker
+        await world.until(world.epoch + 2)
+
+
+async def refusal(attacker: StageMember, victim: StageMember, message: Request) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await attacker.rpc.call(victim.peer, message, timeout_s=60, purpose="bulk")
+    return caught.value
+
+
+async def test_who_does_not_hold_the_ends_drives_nobody(virtual_time: MockClock) -> None:
+    async with attacked() as (world, victim, attacker):
+        run = world.run.in_stage(1).id
+        driver = next(m for m in world.members.values() if 0 in m.sources)
+        for kind in (StageForward, StageBackward):
+            named = kind(run=run, update=2, driver=attacker.peer, first=0, n=2, source=attacker.peer)
+            assert "holds the model's ends" in str(await refusal(attacker, victim, named))
+            named = kind(run=run, update=2, driver=driver.peer, first=0, n=2, source=attacker.peer)
+            assert (await refusal(attacker, victim, named)).code is Code.MALFORMED
+
+
+async def test_the_ends_are_driven_by_nobody_else(virtual_time: MockClock) -> None:
+    async with in_stages(32, (0,), (1,), (2,), (0,)) as world:
+        await world.until(2)
+        one, other = (m for m in world.members.values() if 0 in m.sources)
+        message = StageForward(run=world.run.in_stage(0).id, update=2, driver=one.peer, first=0, n=2, source=one.peer)
+        assert "driven by nobody else" in str(await refusal(one, other, message))
+
+
+async def test_what_is_not_kept_is_not_given(virtual_time: MockClock) -> None:
+    async with attacked() as (world, victim, attacker):
+        run = world.run.in_stage(1).id
+        for want in (
+            WantActivations(run=run, update=2, driver=attacker.peer),
+            WantActivations(run=run, update=10**9, driver=attacker.peer, direction="backward", part=60_000),
+        ):
+            assert (await refusal(attacker, victim, want)).code is Code.NOT_HELD
+
+
+async def test_nobody_forgets_for_another(virtual_time: MockClock) -> None:
+    async with attacked() as (world, victim, attacker):
+        trainer = victim.of_stage(1)
+        driver = next(m for m in world.members.values() if 0 in m.sources)
+        assert trainer.stage is not None
+        while True:
+            kept = [b for b in trainer.stage.holder.batches._kept.values() if b.driver == driver.peer]
+            if kept:
+                break
+            await trio.sleep(0.01)
+        channel = await attacker.rpc.channel(victim.peer, "bulk")
+        await channel.send(StageForget(run=trainer.run_spec.id, driver=driver.peer, first=kept[0].first))
+        with trio.fail_after(30):
+            while not kept[0].is_added:
+                await trio.sleep(0.01)
+
+
+async def test_a_driver_that_asks_for_more_than_a_stage_does_waits(virtual_time: MockClock) -> None:
+    async with attacked() as (world, victim, _):
+        driver = next(m for m in world.members.values() if 0 in m.sources)
+        run = world.run.in_stage(1).id
+        refused = []
+
+        async def ask(first: int) -> None:
+            message = StageForward(run=run, update=10**6, driver=driver.peer, first=first, source=driver.peer)
+            try:
+                await driver.rpc.call(victim.peer, message, timeout_s=60, purpose="bulk")
+            except PeerError as error:
+                refused.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            for first in range(MOST_ASKED + 20):
+                nursery.start_soon(ask, 10_000 + first)
+        assert sum(f"{MOST_ASKED} passes wait" in why for why in refused) >= 20
+
+
+def test_kept_micro_batches_are_bounded() -> None:
+    kept = KeptMicroBatches()
+    kept.open("driver", 0, 2, 1).entered = bytes(MOST_BYTES + 1)
+    with pytest.raises(Refused, match="kept here already"):
+        kept.open("driver", 2, 2, 1)
+    with pytest.raises(Refused, match="were 2 before"):
+        kept.open("driver", 0, 3, 1)
+    kept.forget_before(2)
+    kept.open("driver", 2, 2, 2)

@@ -1,0 +1,98 @@
+"""Runs in stages, decided: where stages begin, who computes next, when a stage ends an update with what it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmd.plan.runs.progress import Action, MemberProgress
+from swarmd.plan.runs.stages import (
+    HolderLoad,
+    ModelSize,
+    choose_holder,
+    choose_stage,
+    choose_stages,
+    decide_stage_action,
+    divide_blocks,
+    next_draw,
+    size_of_next,
+)
+from swarmd.values import PeerId
+
+A, B = PeerId("a"), PeerId("b")
+GB = 10**9
+
+
+def test_blocks_are_divided_as_equally_as_can_be() -> None:
+    assert divide_blocks(8, 2) == (0, 4)
+    assert divide_blocks(7, 3) == (0, 2, 4)
+    for n_stages in (0, 8):
+        with pytest.raises(ValueError, match="expected 1 to 7"):
+            divide_blocks(7, n_stages)
+
+
+def test_as_few_stages_as_members_can_hold() -> None:
+    size = ModelSize(n_blocks=8, block=50_000_000, ends=50_000_000)  # 0.8 GB a block
+    assert choose_stages(size, [32 * GB]).action == 1
+    assert choose_stages(size, [8 * GB, 8 * GB, 8 * GB]).action == 2
+    four = choose_stages(size, [5 * GB] * 5)
+    assert (four.action, four.reason) == (4, "2 blocks each take 2.2 GB of a holder's memory")
+    none = choose_stages(size, [2 * GB] * 20)
+    assert none.action == 0
+    assert "8.4 GB to train" in none.reason
+    assert choose_stages(size, []).action == 0
+
+
+def test_who_will_be_done_first_computes() -> None:
+    slow, fast = HolderLoad(pass_s=4.0), HolderLoad(pass_s=1.0)
+    assert choose_holder({A: slow, B: fast}, 0.0).action == B
+    assert choose_holder({A: slow, B: HolderLoad(4, 1.0)}, 0.0).action == A
+    assert choose_holder({A: HolderLoad(), B: HolderLoad(1, 1.0)}, 0.0).action == A, "one that is not known is tried"
+    assert choose_holder({A: slow, B: HolderLoad(banned_until=9.0)}, 0.0).action == A
+    assert choose_holder({B: HolderLoad(banned_until=9.0)}, 0.0).action is None
+
+
+def test_a_driver_sends_what_an_update_lacks_and_no_more() -> None:
+    assert size_of_next(target=32, gathered=0, under_way=0, micro=4, n_stages=2) == 4
+    assert size_of_next(target=32, gathered=27, under_way=2, micro=4, n_stages=2) == 3
+    assert size_of_next(target=32, gathered=28, under_way=4, micro=4, n_stages=2) == 0
+    assert size_of_next(target=32, gathered=0, under_way=16, micro=4, n_stages=2) == 0, "two for each stage"
+
+
+def test_a_newcomer_holds_what_lacks_holders_most() -> None:
+    assert choose_stage({0: [1.0], 1: [], 2: [1.0]}, []).action == 1
+    assert choose_stage({0: [1.0, 1.0], 1: [5.0], 2: [2.0]}, []).action == 2
+    assert choose_stage({0: [], 1: [1.0]}, [0]).action == 1
+    with pytest.raises(ValueError, match="all stages"):
+        choose_stage({0: []}, [0])
+
+
+def holder(peer: PeerId, n_samples: int, epoch: int = 3) -> MemberProgress:
+    return MemberProgress(peer, epoch, bytes([epoch]) * 32, n_samples, samples_per_s=100.0, age_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "is_left_behind", "under_way", "is_first", "expected"),
+    [
+        (10, 12, False, 0, True, Action.CONTINUE),  # nothing is forecast: what comes is no stream
+        (16, 16, False, 4, True, Action.JOIN_ROUND),
+        (0, 1, True, 0, True, Action.JOIN_ROUND),
+        (0, 0, True, 2, True, Action.CONTINUE),
+        (0, 0, True, 0, False, Action.CONTINUE),
+        (0, 0, True, 0, True, Action.STAY),
+    ],
+)
+def test_a_stage_that_is_left_behind_ends_its_update(
+    mine: int, others: int, is_left_behind: bool, under_way: int, is_first: bool, expected: Action
+) -> None:
+    decision = decide_stage_action(holder(A, mine), [holder(B, others)], 32, is_left_behind, under_way, is_first)
+    assert decision.action is expected
+
+
+def test_a_holder_that_others_are_past_catches_up() -> None:
+    decision = decide_stage_action(holder(A, 32), [holder(B, 0, epoch=4)], 32, False, 0, True)
+    assert decision.action is Action.CATCH_UP
+
+
+def test_draws_are_counted_on_from_what_commits_have() -> None:
+    assert next_draw([("a", 0, 4), ("b", 7, 9), ("a", 8, 2)], "a") == 10
+    assert next_draw([], "a") == 0
