@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -189,6 +190,7 @@ class Trainer:
             self._tasks,
             end_round=self.joining.participation.end_round,
             settle=self._settle_work,
+            computes_nothing=self.stage.computing.computes_nothing if self.stage is not None else nullcontext,
             clip_of=self.stage.norms.clip_of if self.stage is not None and self.run_spec.recipe.clip_norm else None,
         )
         self.state = state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -28,7 +29,7 @@ from tests.real.harness import LocalSwarm, Volunteer
 from tests.real.training import _backward, _rows, start_run, tiny_model, wait_know
 from tests.train.world import torch_optimizer
 
-Draw = tuple[str, int]
+Draw = tuple[str, int, bool]
 _NUMBERS = itertools.count()
 
 
@@ -145,11 +146,11 @@ def ledgers_of(volunteers: list[Volunteer], name: str = "run") -> dict[int, Ledg
 
 
 def draws_of(commit: Commit) -> Counter[Draw]:
-    """Whose draws a commit has counted, and how often each."""
+    """Whose draws a commit has counted, which of them late, and how often each."""
     counted: Counter[Draw] = Counter()
     for draws in commit.draws:
         for drawn in draws:
-            counted.update((drawn.driver, drawn.first + k) for k in range(drawn.n))
+            counted.update((drawn.driver, drawn.first + k, drawn.is_late) for k in range(drawn.n))
     return counted
 
 
@@ -171,6 +172,8 @@ class Replay:
             inside = [s for s in range(1, len(borders)) if block and borders[s - 1] <= int(block[1]) < borders[s]]
             self.names[inside[0] if inside else 0].append(name)
         self._named = named
+        self._before = copy.deepcopy(self.model)
+        self._before_named = dict(self._before.named_parameters())
         self._optimizers = {s: torch_optimizer(recipe.optimizer, {n: named[n] for n in self.names[s]}) for s in ledgers}
         self.update = 0
 
@@ -184,11 +187,18 @@ class Replay:
         total = {name: torch.zeros_like(p) for name, p in self._named.items()}
         for times, group in groups.items():
             self.model.zero_grad()
-            for peer, draw in group:
-                _backward(self.model, self._rows, peer, range(draw, draw + 1), 1)
+            self._before.zero_grad()
+            for peer, draw, is_late in group:
+                model = self._before if is_late else self.model
+                _backward(model, self._rows, peer, range(draw, draw + 1), 1)
             for s, n in zip(sorted(draws), times, strict=True):
                 for name in self.names[s]:
-                    total[name] += self._named[name].grad * n
+                    for named in (self._named, self._before_named):
+                        if named[name].grad is not None:
+                            total[name] += named[name].grad * n
+        with torch.no_grad():
+            for name, parameter in self._named.items():
+                self._before_named[name].copy_(parameter)
         limit = self._ledgers[0].run.recipe.clip_norm
         means = {
             name: total[name] / max(1, commit.n_samples) for s, commit in by_stage.items() for name in self.names[s]

@@ -26,11 +26,10 @@ from swarmd.protocol.membership.records import RunRecord
 from swarmd.protocol.runs.recipe import ENDS, Batch, Optimizer, Recipe, Run, Stop, start_run
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Pong
-from swarmd.protocol.wire.worker import StageInputs
+from swarmd.protocol.wire.worker import ComputeStage, StageInputs
 from swarmd.train.gradients.source import SourceLost
 from swarmd.train.stages.holding import StageHolder
 from swarmd.train.stages.part import StagePorts
-from swarmd.train.stages.source import Act
 from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices
 from swarmd.train.trainer import Trainer
@@ -54,7 +53,8 @@ class ToyStage:
     def __init__(self, recipe: Recipe, stage: int, forward_s: float) -> None:
         self.layout = VectorLayout((("w", (WIDTH,)),), "float32")
         self.parameters: Vector = np.full(WIDTH, 0.1 * (stage + 1), np.float32)
-        self.total: Vector = np.zeros(WIDTH, np.float32)
+        shared = {name: np.zeros(WIDTH, np.float32) for name in recipe.shared_vectors}
+        self.vectors: dict[str, Vector] = {**shared, "parameters": self.parameters}
         self.forward_s = forward_s
         self.is_lost = False
         self._recipe = recipe
@@ -63,28 +63,32 @@ class ToyStage:
         await trio.sleep(0.5)
         return self.layout, self.parameters
 
-    async def compute(
-        self, act: Act, batch: str, inputs: StageInputs, is_fresh: bool = False, seed: int = 0
-    ) -> tuple[float, bytes]:
-        await trio.sleep(self.forward_s * FACTORS[act] * inputs.n)
+    def vector(self, name: str) -> Vector:
+        return self.vectors[name]
+
+    async def compute(self, request: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
+        act = request.act
+        await trio.sleep(self.forward_s * FACTORS[act] * inputs.n)  # the parameters must not change meanwhile
         if self.is_lost and act in ("backward", "add"):
             self.is_lost = False
             raise SourceLost("it was lost")
         forward = np.frombuffer(inputs.forward, np.float32).reshape(-1, WIDTH)
         backward = np.frombuffer(inputs.backward, np.float32).reshape(-1, WIDTH)
         rows = np.frombuffer(inputs.ids, np.int32).reshape(inputs.n, -1) if inputs.ids else np.zeros((0, 1), int)
-        if is_fresh:
-            self.total[:] = 0
+        total = self.vectors[f"sum{request.into}"]
+        parameters = self.vectors["previous" if request.on_previous else "parameters"].copy()
+        if request.is_fresh:
+            total[:] = 0
         if act == "embed":
             return 0.0, np.stack([_point(int(row[0]), WIDTH).astype(np.float32) for row in rows]).tobytes()
         if act == "forward":
-            return 0.0, (forward + self.parameters).tobytes()
+            return 0.0, (forward + parameters).tobytes()
         if act == "backward":
-            self.total += backward.sum(0)
+            total += backward.sum(0)
             return 0.0, backward.tobytes()
-        out = forward + self.parameters
+        out = forward + parameters
         if act == "add":
-            self.total += out.sum(0)
+            total += out.sum(0)
         return float((out * out).sum()) / 2, out.tobytes()
 
     async def close(self) -> None: ...
@@ -257,16 +261,16 @@ class StageWorld:
         momenta = {s: np.zeros(WIDTH) for s in ledgers}
         before = {s: [(parameters[s], momenta[s])] for s in ledgers}
         for update in range(epoch):
-            out = sum(parameters.values())
+            versions = [sum(at[back][0] for at in before.values()) for back in (-1, -2 if update else -1)]
             for s, ledger in ledgers.items():
                 commit = ledger.sealed[update].commit
                 if commit.restores:
                     continue
-                counted: Counter[tuple[str, int]] = draws_of(commit)
+                counted: Counter[tuple[str, int, bool]] = draws_of(commit)
                 total = np.zeros(WIDTH)
-                for (driver, draw), times in counted.items():
+                for (driver, draw, is_late), times in counted.items():
                     point = _point(row_of(recipe.seed, driver, draw, SHARDS), WIDTH).astype(np.float32)
-                    total += times * (point + out)
+                    total += times * (point + versions[is_late])
                 momenta[s] = momenta[s] * recipe.optimizer.momentum + total / commit.n_samples
             for s in ledgers:
                 restored = ledgers[s].restored_epoch(ledgers[s].sealed[update].commit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -105,3 +106,23 @@ async def test_depth_changes_without_losing_an_update(virtual_time: MockClock) -
         commits = [s.commit for t in world.anchor.trainers.values() for s in t.ledger.sealed]
         assert not any(commit.restores for commit in commits), "no stage had nothing to give"
         assert min(commit.n_samples for commit in commits) >= 30
+
+
+@pytest.mark.parametrize("holders", [ALL, TWICE], ids=["one each", "two each"])
+async def test_a_delayed_run_computes_on_while_rounds_average(
+    virtual_time: MockClock, holders: tuple[tuple[int, ...], ...]
+) -> None:
+    async with in_stages(10, *holders, synchronisation="delayed") as world:
+        await world.until(8)
+        commits = [s.commit for s in world.anchor.of_stage(1).ledger.sealed]
+        assert sum(sum(commit.late) for commit in commits) > 0
+
+
+async def test_holders_of_a_delayed_run_die(virtual_time: MockClock) -> None:
+    async with in_stages(11, *TWICE, synchronisation="delayed") as world:
+        await world.until(3)
+        for stage in (1, 0, 2):
+            world.crash(next(m for m in world.members.values() if stage in m.sources))
+            await world.until(world.epoch + 2)
+            world.add(stage)
+            await world.until(world.epoch + 2)

@@ -34,13 +34,18 @@ class SharedVectors:
         ``working``: at which of these vectors gradients are computed.
         """
         self.shared = self.map_vectors(path, names)
-        self._working = working
         if init:
             initial = torch.cat([p.detach().flatten() for _, p in self.parameters])
             self.shared[names[0]].copy_(initial)
-        if self._device == "cpu":  # one and the same memory: what the daemon writes is what is computed with
-            for (_, parameter), values in zip(self.parameters, self._working_pieces(), strict=True):
+        self.use(working)
+
+    def use(self, working: str) -> None:
+        """Compute gradients at one of the shared vectors from now on."""
+        if self._working != working and self._device == "cpu":
+            # One and the same memory: what the daemon writes is what is computed with.
+            for (_, parameter), values in zip(self.parameters, self.cut(self.shared[working]), strict=True):
                 parameter.data = values
+        self._working = working
 
     def map_vectors(self, path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Map vectors of the layout that lie one after the other in shared memory; they keep it mapped."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from swarmd.compute.runs.shared_vectors import DTYPES, SharedVectors
 from swarmd.errors import ConfigError
 from swarmd.protocol.models.configuration import count_layers, layout_of
 from swarmd.protocol.models.manifest import read_config
-from swarmd.protocol.runs.recipe import ENDS, Recipe
+from swarmd.protocol.runs.recipe import ENDS, PREVIOUS, Recipe
 from swarmd.protocol.wire.worker import ComputeStage, StageInputs
 from swarmd.values import Span
 from swarmd.wire.activations import decode_untrusted, encode_activations, encode_gradient
@@ -64,34 +65,37 @@ class TrainedStage:
     def compute(self, message: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
         """Compute one pass; returns the summed loss, of a head, and what goes on. Raises RemoteProtocolError."""
         torch.manual_seed(message.seed)
+        self._vectors.use(PREVIOUS if message.on_previous else "parameters")
         self._vectors.fetch_parameters()
+        total = self._vectors.shared[f"sum{message.into}"]
+        add = partial(self._add, total)
         shape = (inputs.n, self._recipe.batch.tokens, self._part.width)
         forward = self._decode(inputs.forward, shape)
         backward = self._decode(inputs.backward, shape)
         ids = torch.frombuffer(bytearray(inputs.ids or bytes(4)), dtype=torch.int32).long().to(self._device)
         if message.is_fresh:
-            self._vectors.shared["sum"].zero_()
+            total.zero_()
         codec = self._recipe.activations
         loss = 0.0
         if isinstance(self._part, _Blocks):
             if message.act == "forward":
                 return loss, encode_activations(self._part.forward(message.batch, forward), codec)
-            return loss, encode_gradient(self._part.backward(message.batch, forward, backward, self._add), codec)
+            return loss, encode_gradient(self._part.backward(message.batch, forward, backward, add), codec)
         ids = ids.view(inputs.n, -1)
         if message.act == "embed":
             return loss, encode_activations(self._part.embed(ids), codec)
         if message.act == "head":
             loss, gradient = self._part.head(ids, forward)
             return loss, encode_gradient(gradient, codec)
-        return self._part.add(ids, forward, backward, self._add), b""
+        return self._part.add(ids, forward, backward, add), b""
 
     def _decode(self, raw: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
         return decode_untrusted(raw, shape).to(self._device) if raw else torch.zeros(0)
 
-    def _add(self, parameters: list[nn.Parameter], gradients: list[torch.Tensor | None]) -> None:
-        """Add gradients of some parameters to the sum."""
+    def _add(self, total: torch.Tensor, parameters: list[nn.Parameter], gradients: list[torch.Tensor | None]) -> None:
+        """Add gradients of some parameters to a sum."""
         places = {id(parameter): place for place, (_, parameter) in enumerate(self._vectors.parameters)}
-        sums = self._vectors.cut(self._vectors.shared["sum"])
+        sums = self._vectors.cut(total)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 sums[places[id(parameter)]] += gradient.to("cpu")

@@ -35,11 +35,15 @@ Ballot = tuple[Count, Name]
 
 
 class DrawRange(msgspec.Struct, frozen=True, array_like=True):
-    """Draws ``first`` to ``first + n`` (exclusive) of one driver, that a stage has added up."""
+    """Draws ``first`` to ``first + n`` (exclusive) of one driver, that a stage has added up.
+
+    ``is_late``: they were computed on the state before the commit's (``Commit.late`` says how many are).
+    """
 
     driver: Name
     first: Count
     n: Count
+    is_late: bool = False
 
 
 Draws = Annotated[tuple[DrawRange, ...], msgspec.Meta(max_length=MAX_DRAW_RANGES)]
@@ -149,6 +153,9 @@ def read_body_untrusted(body: bytes) -> Commit:
     for draws, counted in zip(commit.draws, commit.contributors, strict=False):
         if sum(drawn.n for drawn in draws) != counted.n:
             raise IntegrityError("a commit with other draws than it counts")
+    for draws, late in zip(commit.draws, commit.late or [0] * len(commit.draws), strict=False):
+        if sum(drawn.n for drawn in draws if drawn.is_late) != late:
+            raise IntegrityError("a commit with other late draws than it says")
     is_average_right = len(commit.average) in (0, 32)
     is_restored_right = len(commit.restores) in (0, 32)
     if not (is_average_right and is_restored_right and len(commit.state) == 32):

@@ -30,6 +30,7 @@ ALL_LINEAR = "all-linear"  # PEFT's word for every linear module but the head
 MAX_ANCHORS = 31  # a majority of them signs each commit
 AGAIN = ("parameters", "sum")  # shared vectors where somebody's draws are computed once more
 LOCAL = "local"  # a peer's own parameters, where it takes steps by itself
+PREVIOUS = "previous"  # the parameters before the last update, which late micro-batches come back on
 ENDS = 0  # the stage of embedding and head; the stages of blocks are counted from 1
 _OF_CODECS = {  # which codecs a key of [parts] is for
     "keep": ("topk",),
@@ -226,8 +227,8 @@ class Recipe(RecipeTable, frozen=True):
         """Why members cannot train a stage each; "" when they can."""
         if self.train != "all":
             return 'train = "lora" is small: every member holds all of it'
-        if self.synchronisation != "step":
-            return f'synchronisation = "{self.synchronisation}" is not possible yet, expected "step"'
+        if self.steps_inside:
+            return 'synchronisation = "diloco" is not possible yet, expected "step" or "delayed"'
         if self.precision != "float32":
             return f'precision = "{self.precision}" does not travel between stages, expected "float32"'
         if self.robust != "none":
@@ -270,7 +271,7 @@ class Recipe(RecipeTable, frozen=True):
     def shared_vectors(self) -> tuple[str, ...]:
         """What daemon and training worker share: the run's parameters first, then what the worker writes."""
         if self.is_in_stages:
-            return ("parameters", "sum")
+            return ("parameters", "sum0", "sum1", PREVIOUS) if self.overlaps else ("parameters", "sum0")
         if self.steps_inside:
             return ("parameters", LOCAL, *self.optimizer.moments)
         return ("parameters", "sum0", "sum1")

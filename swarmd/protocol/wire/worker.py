@@ -215,7 +215,8 @@ class ComputeStage(Message, tag="compute_stage", frozen=True):
 
     Of blocks: ``forward``, and ``backward``, which adds the gradients of the stage's parameters to its sum. Of a
     model's ends: ``embed``, ``head``, which gives the gradient by what left the last block, and ``add``, which adds the
-    gradients of both ends. ``is_fresh``: the sum begins anew with it.
+    gradients of both ends, to sum ``into``. ``is_fresh``: the sum begins anew with it. ``on_previous``: computed on the
+    parameters before the last update.
     """
 
     act: Literal["forward", "backward", "embed", "head", "add"] = "forward"
@@ -223,6 +224,8 @@ class ComputeStage(Message, tag="compute_stage", frozen=True):
     is_fresh: bool = False
     seed: Count = 0
     part: Part = (0, 1)
+    into: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    on_previous: bool = False
 
 
 class StageInputs(msgspec.Struct, frozen=True, array_like=True):

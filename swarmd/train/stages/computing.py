@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import AbstractAsyncContextManager
 
 import trio
 
@@ -13,7 +14,7 @@ from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.samples import seed_of
 from swarmd.plan.runs.workload import Workload
 from swarmd.protocol.runs.commit import Commit, DrawRange
-from swarmd.protocol.wire.worker import StageInputs
+from swarmd.protocol.wire.worker import ComputeStage, StageInputs
 from swarmd.train.gradients.source import SourceLost
 from swarmd.train.stages.micro_batches import KeptMicroBatch, KeptMicroBatches
 from swarmd.train.stages.source import Act, StageSource
@@ -70,6 +71,7 @@ class StageComputing:
         self._state: RunState | None = None
         self._feedback: Feedback | None = None
         self._turns = PassTurns()
+        self._into = 0
         self._is_allowed = False
         self._is_ending = False
         self._added_at = 0.0
@@ -95,6 +97,21 @@ class StageComputing:
         """May new micro-batches begin on the state here?"""
         return self._is_allowed
 
+    @property
+    def _may_add(self) -> bool:
+        """May gradients be added now? Not to a sum that a round has, unless there is another one."""
+        return self._recipe.overlaps or not self.work.offered.n
+
+    def _require_kept(self, update: int) -> None:
+        """Check that the parameters of the update before are kept, and that gradients on them still count.
+
+        Raises Stale.
+        """
+        state = self._state
+        assert state is not None
+        if state.previous_epoch != update or state.epoch != update + 1 or self.work.offered.n:
+            raise Stale(state.epoch)
+
     def forget(self, driver: str, first: int) -> None:
         """Forget a micro-batch that is over."""
         self.batches.forget(driver, first)
@@ -110,12 +127,12 @@ class StageComputing:
         with trio.move_on_after(LONGEST_WAIT_S):
             while True:
                 here = self.update
-                if here is not None and here > update:
-                    raise Stale(here)
                 if is_new and here == update and self._is_ending:
                     raise Stale(update + 1)  # other stages have ended it: nothing that begins now comes back
-                is_here = here == update and self._state is not None and not self._state.is_changing
-                if is_here and (self._is_allowed if is_new else not self.work.offered.n):
+                if here is not None and here > update:
+                    self._require_kept(update)
+                    return
+                if here == update and (self._is_allowed if is_new else self._may_add):
                     return
                 await self._news.wait()
         raise Refused(Code.NO_CAPACITY, f"the state of update {update} is not here, or in a round, for too long", 1.0)
@@ -152,37 +169,42 @@ class StageComputing:
             async with self._turns.take(act):
                 if batch.is_added:
                     return loss, batch.backward
-                if not self.work.offered.n:
+                if self._may_add:
                     return await self._add(batch, act, inputs, loss)
 
     async def _add(self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, loss: float) -> tuple[float, bytes]:
-        state = self._require_state(batch)
         since = self.work.since
         try:
             result = await self._ask(batch, act, inputs, is_fresh=not since.n)
         except SourceLost:
             self.work.drop_since()  # half of it may have been added
             raise
-        if since is not self.work.since or state.epoch != batch.update:
-            self.work.n_wasted += batch.n  # the sum was offered meanwhile, or is of another state
-            raise Stale(state.epoch)
+        if since is not self.work.since:
+            self.work.n_wasted += batch.n  # it was dropped meanwhile
+            raise Stale(self.update or 0)
         batch.is_added = True
         self._note_added(batch, loss)
         return result
 
     async def _compute(self, batch: KeptMicroBatch, act: Act, inputs: StageInputs) -> tuple[float, bytes]:
         async with self._turns.take(act):
-            self._require_state(batch)
             return await self._ask(batch, act, inputs)
 
     async def _ask(
         self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, is_fresh: bool = False
     ) -> tuple[float, bytes]:
         assert self._source is not None
-        seed = seed_of(self._recipe.seed, batch.driver, batch.first)
+        request = ComputeStage(
+            act,
+            batch.name,
+            is_fresh,
+            seed_of(self._recipe.seed, batch.driver, batch.first),
+            into=self._into,
+            on_previous=self._is_late(batch),
+        )
         started_at = trio.current_time()
         try:
-            return await self._source.compute(act, batch.name, inputs, is_fresh, seed)
+            return await self._source.compute(request, inputs)
         except SourceLost as error:
             self.trouble = str(error)
             logger.warning("%s", error)
@@ -190,12 +212,14 @@ class StageComputing:
         finally:
             self._computed_s += trio.current_time() - started_at
 
-    def _require_state(self, batch: KeptMicroBatch) -> RunState:
-        """Check that the state is still the one that a micro-batch is for. Raises Stale."""
-        state = self._state
-        if state is None or state.epoch != batch.update or state.is_changing:
-            raise Stale(state.epoch if state is not None else 0)
-        return state
+    def _is_late(self, batch: KeptMicroBatch) -> bool:
+        """Is a micro-batch on the state before the one here? Raises Stale for an older one, or where that is gone."""
+        here = self.update
+        if here is None or here < batch.update:
+            raise Stale(here or 0)
+        if here > batch.update:
+            self._require_kept(batch.update)
+        return here > batch.update
 
     def _note_added(self, batch: KeptMicroBatch, loss: float) -> None:
         assert self._source is not None
@@ -207,8 +231,10 @@ class StageComputing:
             self.workload.note_speed(batch.n, max(now - self._added_at, 1e-6))
         self._added_at = now
         first = self.work.next_draw(self._ledger.next_draw.get(self._me, 0))
-        drawn = (DrawRange(batch.driver, batch.first, batch.n),)
-        self.work.add(first, batch.n, loss, self._source.total, drawn=drawn)
+        is_late = self._is_late(batch)
+        drawn = (DrawRange(batch.driver, batch.first, batch.n, is_late),)
+        total = self._source.vector(f"sum{self._into}")
+        self.work.add(first, batch.n, loss, total, drawn=drawn, late=batch.n if is_late else 0)
         self._services.count(batch.n)
         self._services.announce()
         self._news.notify()
@@ -230,7 +256,8 @@ class StageComputing:
     def go_on(self) -> None:
         """Let micro-batches begin; what was lent to a round that came to nothing is added to again."""
         if not self._is_allowed:
-            self.work.take_back()
+            if not self._recipe.overlaps:
+                self.work.take_back()
             self._is_allowed = True
             self._news.notify()
 
@@ -249,6 +276,10 @@ class StageComputing:
         """Compute again: this machine's owner has looked."""
         self._news.notify()
 
+    def computes_nothing(self) -> AbstractAsyncContextManager[None]:
+        """Compute nothing until the block ends; a pass under way is waited for."""
+        return self._turns.take("hold")
+
     async def hold(self, at_most_s: float = math.inf) -> None:
         """Let none begin, and wait for the pass that is computed now."""
         self.stop()
@@ -257,19 +288,32 @@ class StageComputing:
                 pass
 
     async def offer(self, hold_s: float = math.inf) -> None:
-        """Give what is there to a round, once micro-batches under way have come back."""
-        self.stop()
-        with trio.move_on_after(self._returns.limit_s()):
-            while self.batches.n_under_way:
-                await self._news.wait()
+        """Give what is there to a round. Where that overlaps with computing, go on for the next one.
+
+        Else micro-batches under way come back first.
+        """
+        if not self._recipe.overlaps:
+            self.stop()
+            with trio.move_on_after(self._returns.limit_s()):
+                while self.batches.n_under_way:
+                    await self._news.wait()
         async with self._turns.take("hold"):
-            self.work.lend()
+            n_before = self.work.since.n
+            await self._services.off_loop(self.work.lend)
+            if n_before and self._recipe.overlaps:
+                self._into = self._other_sum()
         if self._feedback is not None:
             try:
                 self.work.offered = await self._services.off_loop(self._feedback.code, self.work.offered, math.inf)
             except ValueError as error:
                 self.trouble = f"{error}: it is dropped"
                 self.work.drop()
+        self._news.notify()
+
+    def _other_sum(self) -> int:
+        """Return the sum that the round does not have."""
+        assert self._source is not None
+        return 1 if self.work.offered.vector is self._source.vector("sum0") else 0
 
     def settle(self, commit: Commit | None) -> None:
         """Note that what was computed is counted, or (None) no longer can be."""
@@ -283,7 +327,7 @@ class StageComputing:
             self.busy = self._computed_s / max(now - self._settled_at, 1e-6)
             self._computed_s = 0.0
             self._settled_at = now
-            self.batches.forget_before(commit.epoch)
+            self.batches.forget_before(commit.epoch - (1 if self._recipe.overlaps else 0))
             self._is_ending = False
             self._begun_at = {}
         if self._feedback is not None:

@@ -120,7 +120,8 @@ class Driver:
                 nursery.start_soon(self._drive, first, n, update)
 
     def _size_of_next(self) -> int:
-        gathered = self._computing.work.n
+        work = self._computing.work
+        gathered = work.since.n if self._recipe.overlaps else work.n
         for member in self._members.progress(trio.current_time()):
             if member.head == self._ledger.head:
                 gathered += member.n_samples

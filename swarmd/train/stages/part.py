@@ -11,7 +11,7 @@ from swarmd.net.tasks import Tasks
 from swarmd.plan.runs import progress
 from swarmd.plan.runs.progress import Action, MemberProgress
 from swarmd.plan.runs.stages import decide_stage_action
-from swarmd.protocol.runs.recipe import ENDS
+from swarmd.protocol.runs.recipe import ENDS, PREVIOUS
 from swarmd.train.stages.computing import StageComputing
 from swarmd.train.stages.driving import Driver
 from swarmd.train.stages.holding import FindLocal, StageHolder
@@ -82,6 +82,8 @@ class StagePart:
 
     async def run(self, state: RunState, feedback: Feedback) -> None:
         """Compute what others ask for and, holding the model's ends, drive, until cancelled. Raises SwarmError."""
+        if self._services.chronicle.run.recipe.overlaps:
+            state.previous = self.source.vector(PREVIOUS)
         self.computing.begin(self.source, state, feedback)
         if self.driver is not None:
             await self.driver.run()

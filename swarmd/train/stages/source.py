@@ -25,8 +25,7 @@ Act = Literal["forward", "backward", "embed", "head", "add"]
 
 
 class StageSource(Protocol):
-    """Computes passes of one stage, one at a time; ``total`` is the sum of gradients that ``add`` and ``backward``
-    add to."""
+    """Computes passes of one stage, one at a time."""
 
     @property
     def device(self) -> str:
@@ -36,16 +35,13 @@ class StageSource(Protocol):
     def pid(self) -> int | None:
         """The process that computes, while there is one."""
 
-    @property
-    def total(self) -> Vector:
-        """The sum of gradients."""
+    def vector(self, name: str) -> Vector:
+        """One of the vectors that are shared (Recipe.shared_vectors)."""
 
     async def open(self) -> tuple[VectorLayout, Vector]:
         """Get ready; returns the layout, and the parameters that the run begins with. Raises SwarmError."""
 
-    async def compute(
-        self, act: Act, batch: str, inputs: StageInputs, is_fresh: bool = False, seed: int = 0
-    ) -> tuple[float, bytes]:
+    async def compute(self, request: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
         """Compute one pass; returns the summed loss, of a head or both ends, and what goes on from here.
 
         Raises SourceLost, after which the sum is of no use, and ConfigError for what cannot be computed.
@@ -71,36 +67,31 @@ class StageWorker:
     def pid(self) -> int | None:
         return self._worker.pid
 
-    @property
-    def total(self) -> Vector:
-        return self._worker.vector("sum")
+    def vector(self, name: str) -> Vector:
+        return self._worker.vector(name)
 
     async def open(self) -> tuple[VectorLayout, Vector]:
         return await self._worker.open()
 
-    async def compute(
-        self, act: Act, batch: str, inputs: StageInputs, is_fresh: bool = False, seed: int = 0
-    ) -> tuple[float, bytes]:
+    async def compute(self, request: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
         started_at = trio.current_time()
         try:
             if not self._worker.is_running:
                 await self._worker.start()
             with trio.fail_after(10 * self._took.limit_s()):
-                loss, result = await self._exchange(act, batch, inputs, is_fresh, seed)
+                loss, result = await self._exchange(request, inputs)
         except (WorkerLost, RemoteProtocolError, trio.TooSlowError) as error:
             self._worker.end()
             raise SourceLost(f"the training worker was lost: {error or 'no answer'}") from None
         self._took.add(trio.current_time() - started_at)
         return loss, result
 
-    async def _exchange(
-        self, act: Act, batch: str, inputs: StageInputs, is_fresh: bool, seed: int
-    ) -> tuple[float, bytes]:
+    async def _exchange(self, request: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
         raw = memoryview(msgspec.msgpack.encode(inputs))
         n = max(1, -(-len(raw) // PIECE_BYTES))
         for number in range(n):
             piece = raw[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
-            await self._worker.send(ComputeStage(act, batch, is_fresh, seed, (number, n)), piece)
+            await self._worker.send(msgspec.structs.replace(request, part=(number, n)), piece)
         pieces = []
         while True:
             answer, frame = await self._worker.receive(StageComputed)

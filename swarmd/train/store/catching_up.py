@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -38,7 +39,8 @@ class CatchingUp:
     """See the module. ``settle`` is told of each commit that is applied, or of None when work is void.
 
     ``end_round`` leaves the round that this peer is in; what is told to others goes out in ``tasks``. ``clip_of``: by
-    what a stage's update is clipped with all others; None while that is not known.
+    what a stage's update is clipped with all others; None while that is not known. ``computes_nothing``: for as long as
+    the state changes.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class CatchingUp:
         end_round: Callable[[], None],
         settle: Callable[[Commit | None], None],
         clip_of: Callable[[Commit], Awaitable[float | None]] | None = None,
+        computes_nothing: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
     ) -> None:
         self.why = ""
         self.n_times = 0
@@ -70,6 +73,7 @@ class CatchingUp:
         self._get = get
         self._settle = settle
         self._clip_of = clip_of
+        self._computes_nothing = computes_nothing
         self._is_mistrusted = False
         self._behind_since: float | None = None
 
@@ -127,27 +131,27 @@ class CatchingUp:
             logger.warning("the state here is another than that of update %d: fetching it anew", self._state.epoch)
             self._is_mistrusted = True
             return False
-        self._settle(commit)
         digest = self._ledger.digest_at(commit.epoch)
         steps = self._ledger.steps_at(commit.epoch)
-        await self._change_state(self._state.apply, commit, digest, average, steps)
+        await self._change_state(commit, self._state.apply, commit, digest, average, steps)
         return True
 
-    async def _change_state(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Change the state in a thread; nobody takes a snapshot of it meanwhile."""
-        self._state.is_changing = True
-        try:
-            await self._off_loop(function, *arguments)
-        finally:
-            self._state.is_changing = False
+    async def _change_state(self, commit: Commit | None, function: Callable[..., None], *arguments: Any) -> None:
+        """Change the state in a thread, by a commit that is settled with it; nobody takes a snapshot meanwhile."""
+        async with self._computes_nothing():
+            self._settle(commit)
+            self._state.is_changing = True
+            try:
+                await self._off_loop(function, *arguments)
+            finally:
+                self._state.is_changing = False
 
     async def _restore_state(self, commit: Commit) -> bool:
         """Go back to the state that a commit names, if that is the one here."""
         if (commit.restores, commit.state) != (self._state.head, self._state.root):
             return False
-        self._settle(commit)
         digest = self._ledger.digest_at(commit.epoch)
-        await self._change_state(self._state.move_to, commit.epoch, digest, self._state.steps)
+        await self._change_state(commit, self._state.stay, commit.epoch, digest, self._state.steps)
         return True
 
     # Which way a peer that is behind takes, in this order:
@@ -205,7 +209,7 @@ class CatchingUp:
             n_elements,
         )
         self.n_snapshots += 1
-        await self._change_state(self._take_over, vectors, chosen.action.epoch)
+        await self._change_state(None, self._take_over, vectors, chosen.action.epoch)
         self._is_mistrusted = state.root != chosen.action.state
         return True
 

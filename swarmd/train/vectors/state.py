@@ -83,6 +83,7 @@ class Version:
 class RunState:
     """See the module. ``parameters`` may be shared with a worker: nobody reads it while ``apply`` runs.
 
+    ``previous``: where the parameters before the last update are kept, those of ``previous_epoch``, if they are needed.
     Averages that others may have missed lie on the disk, in ``folder``, and in memory without one.
 
     Threads change it: a caller that needs several facts of one state takes ``version`` once.
@@ -113,6 +114,8 @@ class RunState:
         self._held: list[Snapshot] = []
         self._average_limit_bytes = average_limit_bytes
         self.scratch = Scratch(folder)
+        self.previous: Vector | None = None
+        self.previous_epoch: int | None = None
         matrices = matrix_ranges(layout.tensor_ranges())
         self._optimizer = OuterOptimizer(run.recipe, parameters, self.moments, matrices)
 
@@ -204,6 +207,7 @@ class RunState:
         steps: int,
     ) -> None:
         """Take one step of the recipe's (outer) optimizer, and hash the outcome. Call it in a thread."""
+        self._keep_previous()
         snapshots = [*self.snapshots.values(), *self._held]
         live = [snapshot for snapshot in snapshots if snapshot.is_live]
         self._held = []
@@ -228,6 +232,16 @@ class RunState:
         self._keep_average(commit, average)
         self.move_to(commit.epoch, digest, steps)
 
+    def stay(self, epoch: int, digest: bytes, steps: int) -> None:
+        """Note that the vectors are those after commit ``digest`` as well. Call it in a thread."""
+        self._keep_previous()
+        self.move_to(epoch, digest, steps)
+
+    def _keep_previous(self) -> None:
+        if self.previous is not None:
+            self.previous[:] = self.parameters
+            self.previous_epoch = self.epoch
+
     def move_to(self, epoch: int, digest: bytes, steps: int) -> None:
         """Note that the vectors are now those after commit ``digest``."""
         self.version = self.describe(epoch, digest, steps, self.vectors)
@@ -243,6 +257,7 @@ class RunState:
         self.snapshots = {}
         self.averages = {}
         self._held = []
+        self.previous_epoch = None
         for name, vector in self.vectors.items():
             vector[:] = vectors[name]
 

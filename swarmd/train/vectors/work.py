@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from swarmd.protocol.runs.commit import Commit, DrawRange
 from swarmd.train.vectors.codecs import CodedVector
 from swarmd.train.vectors.state import Vector
@@ -78,6 +80,7 @@ class UncountedWork:
         gathered: Vector,
         anew: bool = False,
         drawn: tuple[DrawRange, ...] = (),
+        late: int = 0,
     ) -> None:
         """Add draws from ``first`` on that were computed; ``gathered`` is the sum with them."""
         old = self.since if self.since.n else GatheredWork(first, anew=anew)
@@ -86,6 +89,7 @@ class UncountedWork:
             n=old.n + n,
             loss=old.loss + loss,
             vector=gathered,
+            late=old.late + late,
             draws=join_ranges((*old.draws, *drawn)),
         )
 
@@ -120,10 +124,27 @@ class UncountedWork:
         self.since = GatheredWork()
 
     def lend(self) -> None:
-        """Move what is there into the round as it is, without a copy: nothing may be added to it until it is back."""
-        if not self.offered.n:
-            self.offered = self.since
-            self.since = GatheredWork()
+        """Move what is there into the round as it is, without a copy: nothing may be added to it until it is back.
+
+        Call it in a thread: what was lent before to a round that came to nothing is added to.
+        """
+        offered = self.offered
+        added = self.since
+        if added.vector is None:
+            return
+        self.since = GatheredWork()
+        if offered.vector is None:
+            self.offered = added
+            return
+        np.add(offered.vector, added.vector, out=offered.vector)
+        self.offered = replace(
+            offered,
+            n=offered.n + added.n,
+            loss=offered.loss + added.loss,
+            late=offered.late + added.late,
+            coded=None,
+            draws=join_ranges((*offered.draws, *added.draws)),
+        )
 
     def take_back(self) -> None:
         """Go on adding to what was lent to a round of which nothing came."""
@@ -142,7 +163,11 @@ class UncountedWork:
         is_void = not self._overlaps or bool(commit.restores) or self.since.late > 0
         is_lost = is_void or offered.n > n_counted
         self.offered = GatheredWork()
-        self.since = GatheredWork() if is_lost else replace(self.since, late=self.since.n)
+        if is_lost:
+            self.since = GatheredWork()
+        else:
+            late_draws = join_ranges(make_late(drawn) for drawn in self.since.draws)
+            self.since = replace(self.since, late=self.since.n, draws=late_draws)
         self.n_counted += n_counted
         self.n_wasted += n_before - n_counted - self.n
         return n_counted > 0
@@ -160,12 +185,18 @@ class UncountedWork:
 
 
 def join_ranges(ranges: Iterable[DrawRange]) -> tuple[DrawRange, ...]:
-    """Say the same draws, a multiset, in as few ranges as follow one another, by driver and first draw."""
+    """Say the same draws, a multiset, in as few ranges as follow one another: late ones, by driver and first draw."""
     joined: list[DrawRange] = []
-    for drawn in sorted(ranges, key=lambda drawn: (drawn.driver, drawn.first)):
+    for drawn in sorted(ranges, key=lambda drawn: (not drawn.is_late, drawn.driver, drawn.first)):
         last = joined[-1] if joined else None
-        if last is not None and (last.driver, last.first + last.n) == (drawn.driver, drawn.first):
-            joined[-1] = DrawRange(last.driver, last.first, last.n + drawn.n)
+        follows = last is not None and (last.is_late, last.driver, last.first + last.n)
+        if last is not None and follows == (drawn.is_late, drawn.driver, drawn.first):
+            joined[-1] = DrawRange(last.driver, last.first, last.n + drawn.n, last.is_late)
         else:
             joined.append(drawn)
     return tuple(joined)
+
+
+def make_late(drawn: DrawRange) -> DrawRange:
+    """Say of draws that they were computed on the state before the newest."""
+    return DrawRange(drawn.driver, drawn.first, drawn.n, is_late=True)

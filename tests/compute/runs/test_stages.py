@@ -66,7 +66,7 @@ class Staged:
         return {
             name: piece
             for stage in self.stages
-            for (name, _), piece in zip(stage.layout, stage._vectors.cut(stage._vectors.shared["sum"]), strict=True)
+            for (name, _), piece in zip(stage.layout, stage._vectors.cut(stage._vectors.shared["sum0"]), strict=True)
         }
 
 
