@@ -22,11 +22,11 @@ FORWARD_S = 0.25  # of a sample: an update takes many times as long as its round
 N_UPDATES = 4
 
 
-async def measure_busy(n_stages: int, n_batches: int, forward_s: float) -> tuple[float, float]:
+async def measure_busy(n_stages: int, n_batches: int, forward_s: float, synchronisation: str) -> tuple[float, float]:
     """Return for which share of an update a stage of blocks computes, at the median, and the seconds of an update."""
     holders = [(stage,) for stage in range(n_stages + 1)]
     batch = Batch(target=2 * n_batches, micro=2, tokens=8)
-    async with in_stages(1, *holders, n_stages=n_stages, batch=batch) as world:
+    async with in_stages(1, *holders, n_stages=n_stages, batch=batch, synchronisation=synchronisation) as world:
         for member in world.members.values():
             for source in member.sources.values():
                 source.forward_s = forward_s
@@ -46,13 +46,17 @@ def main() -> None:
     parser.add_argument(
         "--forward", type=float, default=FORWARD_S, help="seconds that a stage's forward takes a sample"
     )
-    forward_s = parser.parse_args().forward
+    parser.add_argument("--synchronisation", default="step", choices=("step", "delayed"))
+    arguments = parser.parse_args()
+    forward_s = arguments.forward
     logging.disable(logging.CRITICAL)
     print("| stages | micro-batches an update | waits | textbook | an update takes |\n|---|---|---|---|---|")
     for n_stages in (2, 4, 8):
         for n_batches in (n_stages, 2 * n_stages, 4 * n_stages):
             clock = trio.testing.MockClock(autojump_threshold=0)
-            busy, update_s = trio.run(measure_busy, n_stages, n_batches, forward_s, clock=clock)
+            busy, update_s = trio.run(
+                measure_busy, n_stages, n_batches, forward_s, arguments.synchronisation, clock=clock
+            )
             textbook = (n_stages - 1) / (n_batches + n_stages - 1)
             print(f"| {n_stages} | {n_batches} | {1 - busy:.0%} | {textbook:.0%} | {update_s:.0f} s |", flush=True)
 

@@ -46,7 +46,7 @@ LIMIT_BYTES = 4_000_000_000  # of a daemon with its worker: 360 M parameters tak
 
 
 def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
-    """A holder is killed, a driver's worker is killed, a holder is stopped, and nothing is guessed."""
+    """A holder is killed, a driver's worker is killed, and nothing is guessed; the model is taken home."""
     with local_swarm(tmp_path) as swarm:
         starter, one, two, again, ends = volunteers = [swarm.add("--no-serve") for _ in range(5)]
         start_in_stages(starter, 2, optimizer=CLIPPED, target=16, every=1)
@@ -59,14 +59,6 @@ def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
         wait_stages(swarm, left, update_of(starter) + 2)
         os.kill(rows_of(ends)[0]["worker"], signal.SIGKILL)
         wait_stages(swarm, left, update_of(starter) + 2)
-        one.start()
-        swarm.wait(lambda: is_back(one), "the first one back", one)
-        wait_stages(swarm, volunteers, update_of(starter) + 1)
-        again.signal(signal.SIGSTOP)
-        left = [v for v in volunteers if v is not again]
-        wait_stages(swarm, left, update_of(starter) + 2)
-        again.signal(signal.SIGCONT)
-        wait_stages(swarm, volunteers, update_of(starter) + 1)
         shown = command(starter, "train", "status", "run")
         assert "stage 2" in shown
         assert "blocks from 2 on" in shown
@@ -82,12 +74,18 @@ def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", CLIPPED], ids=["sgd", "adamw", "clipped"])
-def test_a_random_holder_is_killed_every_third_update(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "synchronisation"),
+    [("sgd", "step"), ("adamw", "step"), (CLIPPED, "step"), ("sgd", "delayed"), (CLIPPED, "delayed")],
+    ids=["sgd", "adamw", "clipped", "delayed sgd", "delayed and clipped"],
+)
+def test_a_random_holder_is_killed_every_third_update(tmp_path: Path, optimizer: str, synchronisation: str) -> None:
     rng = random.Random(optimizer)
     with local_swarm(tmp_path) as swarm:
         starter, *others = volunteers = [swarm.add("--no-serve") for _ in range(6)]
-        start_in_stages(starter, 2, optimizer=OPTIMIZERS.get(optimizer, optimizer), target=32, every=10)
+        more = f'synchronisation = "{synchronisation}"'
+        chosen = OPTIMIZERS.get(optimizer, optimizer)
+        start_in_stages(starter, 2, optimizer=chosen, target=32, every=10, more=more)
         for number, volunteer in enumerate(others, 1):
             join_stage(swarm, volunteer, number % 3)
         wait_stages(swarm, volunteers, 1)
@@ -107,6 +105,23 @@ def test_a_random_holder_is_killed_every_third_update(tmp_path: Path, optimizer:
         errors = errors_of_replay(volunteers, starter)
         print({place: f"{error:.1e}" for place, error in errors.items()})
         assert max(errors.values()) < BOUND
+
+
+@pytest.mark.prove
+def test_a_stopped_holder_is_done_without_and_comes_back(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        starter, one, _, _ = volunteers = [swarm.add("--no-serve") for _ in range(4)]
+        start_in_stages(starter, 2, target=16, every=1)
+        for volunteer, stage in zip(volunteers[1:], (1, 2, 1), strict=True):
+            join_stage(swarm, volunteer, stage)
+        wait_stages(swarm, volunteers, 2)
+        one.signal(signal.SIGSTOP)
+        left = [v for v in volunteers if v is not one]
+        wait_stages(swarm, left, update_of(starter) + 3)
+        one.signal(signal.SIGCONT)
+        wait_stages(swarm, volunteers, update_of(starter) + 2)
+        command(starter, "train", "stop", "run", "--all")
+        assert max(errors_of_replay(volunteers, starter).values()) < BOUND
 
 
 @pytest.mark.prove

@@ -126,7 +126,9 @@ class Driver:
             if member.head == self._ledger.head:
                 gathered += member.n_samples
         batch = self._recipe.batch
-        return size_of_next(batch.target, gathered, self._samples_under_way, batch.micro, self._last_stage)
+        # Where rounds overlap with computing, what comes after the target is of the next update: nothing runs dry.
+        n_wanted = 2 * batch.target if self._recipe.overlaps else batch.target
+        return size_of_next(n_wanted, gathered, self._samples_under_way, batch.micro, self._last_stage)
 
     async def _drive(self, first: int, n: int, update: int) -> None:
         """Drive one micro-batch there and back, or give it up."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from swarmd.train.vectors.state import Vector
+from swarmd.train.vectors.sums import squares_of
 
 
 class Averages:
@@ -33,11 +32,10 @@ class Averages:
         """Compute the norm of an average; 0 for one that is not here."""
         if digest not in self._known:
             return 0.0
-        average = self._known[digest][1]
-        return math.sqrt(float(np.dot(average, average)))
+        return math.sqrt(squares_of(self._known[digest][1]))
 
 
 def clip_factor(average: Vector, limit: float) -> float:
     """Compute what brings the norm of an average to ``limit``; 1.0 where it is not above, or there is none."""
-    norm = math.sqrt(float(np.dot(average, average))) if limit else 0.0
+    norm = math.sqrt(squares_of(average)) if limit else 0.0
     return min(1.0, limit / norm) if norm else 1.0

@@ -12,8 +12,15 @@ BLOCK_ELEMENTS = 1 << 16  # summed at a time: fits a core's cache
 
 
 def squares_of(values: Vector) -> float:
-    """Compute the sum of squares."""
-    return float(np.dot(values, values))
+    """Compute the sum of squares, of blocks in the values' own type and of all blocks in float64.
+
+    In float32 alone, that of 157 million numbers is half a percent short (findings/long_norms.sh).
+    """
+    total = 0.0
+    for offset in range(0, len(values), BLOCK_ELEMENTS):
+        block = values[offset : offset + BLOCK_ELEMENTS]
+        total += float(np.dot(block, block))
+    return total
 
 
 def squares_in(values: Vector, ranges: Iterable[tuple[int, int]]) -> float:
