@@ -14,6 +14,7 @@ from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire import rounds
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage
+from swarmd.protocol.wire.stages import StageForward
 from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.rounds.joining import Joining
 from swarmd.train.rounds.receiving import Numbers
@@ -49,11 +50,15 @@ class RunInbox:
     def gone(self, peer: PeerId) -> None:
         """Note that a channel to a peer has ended."""
         self._joining.gone(peer)
+        if self._stage is not None:
+            self._stage.holder.gone(peer)
 
     async def handle(self, channel: Channel, message: AnyMessage, frame: Frame) -> None:
         """Answer what is about this run. Raises Refused or RemoteProtocolError."""
         peer = channel.peer
         self._members.vouch(peer)
+        if isinstance(message, StageForward) and (idle := self._why_idle()):
+            raise Refused(Code.NO_CAPACITY, idle, 5.0)
         if self._stage is not None and self._stage.holder.take(channel, message):
             return
         if isinstance(message, Numbers):

@@ -143,6 +143,32 @@ DRAWN = """async (text) => {
 }"""
 
 
+def test_a_run_in_stages_is_shown_once_as_a_pipeline(browser: Stage) -> None:
+    browser.open("training")
+    stages = [
+        {
+            "stage": 0,
+            "first_block": None,
+            "end_block": None,
+            "update": 7,
+            "samples": 12,
+            "holders": ["12D3KooWabcdefgh"],
+        },
+        {"stage": 1, "first_block": 0, "end_block": 2, "update": 7, "samples": 14, "holders": []},
+        {"stage": 2, "first_block": 2, "end_block": None, "update": 7, "samples": 16, "holders": ["12D3KooWstranger"]},
+    ]
+    rows = [
+        run("ours", (10.0, 9.9), run="abc", role=role, stage=stage, stages=stages, busy=busy)
+        for stage, role, busy in ((2, "anchor", None), (0, "train", 0.81), (1, "anchor", None))
+    ]
+    browser.say("training", {"runs": rows})
+    browser.see("td", "embedding and head")
+    shown = browser.page.inner_text("main")
+    assert browser.page.locator("h2", has_text="ours").count() == 1
+    for words in ("embedding and head", "blocks 0 to 1", "blocks from 2 on", "nobody: the run waits", "14 of", "81 %"):
+        assert words in shown
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

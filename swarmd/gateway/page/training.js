@@ -11,18 +11,28 @@ export function training(news) {
     if (news.training?.error) return element.replaceChildren(h("p", { class: "bad" }, news.training.error));
     if (!runs.length) return element.replaceChildren(h("p", { class: "dim" }, "No training runs are known here; swarmd train start begins one."));
     const label = (id) => news.swarm?.peers.find((peer) => peer.peer === id)?.label ?? id.slice(-8);
-    element.replaceChildren(...runs.map((run) => draw(run, label)));
+    element.replaceChildren(...[...grouped(runs).values()].map((rows) => draw(rows, label)));
   }
   return { element, update };
 }
 
-function draw(run, label) {
+// A run in stages has a row for each stage that is here: those that it holds before those that it signs for.
+function grouped(runs) {
+  const byRun = new Map();
+  for (const run of [...runs].sort((a, b) => (a.role === "anchor") - (b.role === "anchor"))) {
+    byRun.set(run.run, [...(byRun.get(run.run) ?? []), run]);
+  }
+  return byRun;
+}
+
+function draw([run, ...more], label) {
   const first = Math.max(0, run.update - run.losses.length); // the last ones are known
   const losses = run.losses.map((loss, i) => [first + i + 1, loss]);
   return h("section", {}, h("h2", {}, run.name),
     run.failure && h("p", { class: "bad" }, `It does not go on here: ${run.failure}`),
     losses.length > 0 && plot("Loss", losses, { fits: true, xLabel: "updates" }),
     h("ul", {}, ...sentences(run, label).map((text) => h("li", {}, text))),
+    run.stages?.length > 0 && stages(run, [run, ...more], label),
     run.peers.length > 0 && others(run.peers, label),
     h("p", { class: "dim" }, `Run ${run.run}`));
 }
@@ -53,6 +63,23 @@ const ROLES = { train: "trains", reduce: "averages, and trains nothing", anchor:
 function round(last) {
   const left = last.left_out.length ? `; left out: ${last.left_out.join(", ")}` : "";
   return `The last round that was led here had ${count(last.n_members, "member")}: gathered in ${time(last.gather_s)}, averaged in ${time(last.average_s)}, committed in ${time(last.commit_s)}${left}.`;
+}
+
+// The pipeline: what each stage holds and who holds it, how far it is, and how busy it is where that is known here.
+function stages(run, rows, label) {
+  const heads = ["stage", "holds", "update", "samples", "busy here", "holders"];
+  const lines = run.stages.map((stage) => {
+    const here = rows.find((row) => row.stage === stage.stage && row.role === "train");
+    const busy = here?.busy == null ? "" : `${number(100 * here.busy)} %`;
+    const holders = stage.holders.map(label).join(", ") || "nobody: the run waits";
+    return [String(stage.stage), holds(stage), String(stage.update), `${stage.samples} of ${run.target}`, busy, holders];
+  });
+  return table("Stages", heads, lines);
+}
+
+function holds({ first_block: first, end_block: end }) {
+  if (first == null) return "embedding and head";
+  return end == null ? `blocks from ${first} on` : `blocks ${first} to ${end - 1}`;
 }
 
 function others(peers, label) {

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 import trio
 
 from swarmd.errors import Code, Refused
+from swarmd.plan.owner import duty
 from swarmd.plan.runs.arrivals import Arrivals
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.samples import seed_of
@@ -117,6 +118,11 @@ class StageComputing:
         self.batches.forget(driver, first)
         self._news.notify()
 
+    def forget_driver(self, driver: str) -> None:
+        """Forget what is under way of a driver that is gone."""
+        self.batches.forget_driver(driver)
+        self._news.notify()
+
     # --- passes ------------------------------------------------------------------------------------------------
 
     async def wait_for(self, update: int, is_new: bool) -> None:
@@ -204,13 +210,17 @@ class StageComputing:
         )
         started_at = trio.current_time()
         try:
-            return await self._source.compute(request, inputs)
+            result = await self._source.compute(request, inputs)
         except SourceLost as error:
             self.trouble = str(error)
             logger.warning("%s", error)
             raise
-        finally:
-            self._computed_s += trio.current_time() - started_at
+        took_s = trio.current_time() - started_at
+        self._computed_s += took_s
+        rest_s = duty.rest_s(took_s, self._services.share())
+        if rest_s:
+            await trio.sleep(rest_s)  # as this machine's owner asks
+        return result
 
     def _is_late(self, batch: KeptMicroBatch) -> bool:
         """Is a micro-batch on the state before the one here? Raises Stale for an older one, or where that is gone."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from swarmd.errors import PeerError, Refused, SwarmError, Unreachable
+from swarmd.errors import PeerError, Refused, SwarmError, SwarmUnavailable, Unreachable
 from swarmd.plan.runs.arrivals import Arrivals
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.stages import HolderLoad, choose_holder, next_draw, size_of_next
@@ -32,7 +32,8 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 BANNED_S = 20.0  # who failed is asked nothing for so long, while others hold its stage
-PATIENCE_S = 60.0  # with one micro-batch, while a stage has nobody who answers
+PATIENCE_S = 60.0  # while a stage has nobody who answers; its micro-batch is given up then, and another one tried
+MOST_FAILED = 16  # passes of one micro-batch: as many holders have died meanwhile, or somebody lies
 RETRY_S = 0.5  # between two looks for who holds a stage
 FIRST_PASS_S = 150.0  # while it is not known how long passes take
 LEAST_PASS_S = 20.0  # a pass beside other programs on a volunteer's machine, and its way there
@@ -47,7 +48,7 @@ class Trip:
     ids: bytes
     holders: dict[int, PeerId]
     loss: float = math.nan
-    gives_up_at: float = 0.0
+    n_failed: int = 0
     asked: set[tuple[int, PeerId]] = field(default_factory=set)
 
 
@@ -136,7 +137,7 @@ class Driver:
         try:
             rows = await self._data.read(self._me, first, n)
             batch = self._computing.batches.open(self._me, first, n, update)
-            trip = Trip(batch, rows.tobytes(), {ENDS: self._me}, gives_up_at=trio.current_time() + PATIENCE_S)
+            trip = Trip(batch, rows.tobytes(), {ENDS: self._me})
             await self._computing.forward(batch, "embed", trip.ids)
             for stage in range(1, self._last_stage + 1):
                 await self._forward(trip, stage)
@@ -175,7 +176,7 @@ class Driver:
                 await self._forward_again(trip, stage - 1)
                 continue
             except PeerError as error:
-                self._ban(stage, peer, error)
+                self._note_failure(trip, stage, peer, error)
                 continue
             trip.holders[stage] = peer
             return
@@ -185,7 +186,7 @@ class Driver:
         if stage == ENDS:
             await self._computing.forward(trip.batch, "embed", trip.ids)
             return
-        self._ban(stage, trip.holders[stage], Unreachable("it does not give what it kept"))
+        self._note_failure(trip, stage, trip.holders[stage], Unreachable("it does not give what it kept"))
         await self._forward(trip, stage)
 
     async def _head(self, trip: Trip) -> None:
@@ -222,7 +223,7 @@ class Driver:
                     await self._backward_again(trip, stage + 1)
                 continue
             except PeerError as error:
-                self._ban(stage, peer, error)
+                self._note_failure(trip, stage, peer, error)
                 peer = None
                 continue
             trip.holders[stage] = peer
@@ -233,7 +234,7 @@ class Driver:
         if stage > self._last_stage:
             await self._head(trip)
             return
-        self._ban(stage, trip.holders[stage], Unreachable("it does not give what it kept"))
+        self._note_failure(trip, stage, trip.holders[stage], Unreachable("it does not give what it kept"))
         trip.holders[stage] = await self._choose(trip, stage)
         await self._backward(trip, stage)
 
@@ -252,7 +253,8 @@ class Driver:
     # --- holders -----------------------------------------------------------------------------------------------
 
     async def _choose(self, trip: Trip, stage: int) -> PeerId:
-        """Choose a holder of a stage; wait while there is none. Raises Stale or Unreachable."""
+        """Choose a holder of a stage; wait while there is none. Raises Stale or SwarmUnavailable."""
+        gives_up_at = trio.current_time() + PATIENCE_S
         while True:
             now = trio.current_time()
             records = self._stages[stage].look(now)
@@ -265,8 +267,8 @@ class Driver:
                 return choice.action
             if self._computing.update != trip.batch.update:
                 raise Stale(self._computing.update or 0)
-            if now > trip.gives_up_at:
-                raise Unreachable(f"stage {stage}: {choice.reason}")
+            if now > gives_up_at:
+                raise SwarmUnavailable(f"stage {stage}: {choice.reason}")
             self.doing = f"waits for a holder of stage {stage}"
             await trio.sleep(RETRY_S)
 
@@ -301,11 +303,14 @@ class Driver:
         usual_s = self._seen[key].pass_s
         self._note(key, pass_s=took_s if usual_s is None else usual_s + SMOOTHING * (took_s - usual_s))
 
-    def _ban(self, stage: int, peer: PeerId, error: PeerError) -> None:
-        """Ask a holder nothing for a while: as long as it asks for, if it says so."""
+    def _note_failure(self, trip: Trip, stage: int, peer: PeerId, error: PeerError) -> None:
+        """Ask a holder nothing for a while: as long as it asks for, if it says so. Raises SwarmUnavailable."""
         logger.info("stage %d: %s: %s", stage, peer[-8:], error)
         wait_s = error.retry_after_s if isinstance(error, Refused) else None
         self._note((stage, peer), banned_until=trio.current_time() + (BANNED_S if wait_s is None else wait_s))
+        trip.n_failed += 1
+        if trip.n_failed > MOST_FAILED:
+            raise SwarmUnavailable(f"{MOST_FAILED} passes failed, the last at stage {stage}: {error}")
 
     def _note(self, key: tuple[int, PeerId], **changes: float | int) -> None:
         self._seen[key] = replace(self._seen.get(key, HolderLoad()), **changes)  # type: ignore[arg-type]

@@ -195,6 +195,11 @@ class StageHolder:
         """Forget a micro-batch that is over."""
         self._computing.forget(driver, first)
 
+    def gone(self, peer: PeerId) -> None:
+        """Note that a channel to a peer has ended. If it was the last, wait for none of its micro-batches."""
+        if peer not in self._rpc.peers():
+            self._computing.forget_driver(peer)
+
     def tell_forget(self, peer: PeerId, ledger: str, first: int) -> None:
         """Tell a holder that a micro-batch of this driver is over."""
         if peer == self._me:

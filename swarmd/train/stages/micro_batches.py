@@ -72,6 +72,11 @@ class KeptMicroBatches:
         """Forget a micro-batch that is over."""
         self._kept.pop((driver, first), None)
 
+    def forget_driver(self, driver: str) -> None:
+        """Forget what is under way of a driver that is gone: it comes back no more."""
+        for key in [key for key, batch in self._kept.items() if batch.driver == driver and not batch.is_added]:
+            del self._kept[key]
+
     def forget_before(self, update: int) -> None:
         """Forget micro-batches on states before that of an update."""
         for key in [key for key, batch in self._kept.items() if batch.update < update]:
