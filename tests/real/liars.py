@@ -151,7 +151,7 @@ def up(home: Path, **flags: str | bool | None) -> None:
 
     from swarmd import config, daemon, logs
     from swarmd.home.paths import Home
-    from swarmd.train.gradients import worker as training
+    from swarmd.train.gradients import training_worker as training
 
     training.MODULE = "tests.real.lying_trainers"  # it is honest unless a lie of its own is asked for
 

@@ -26,7 +26,7 @@ class LyingTrained(gradients.TrainedModel):
 
     def compute(self, rows: torch.Tensor, seed: int, into: int, is_fresh: bool) -> float:
         lie = LIES.get(os.environ.get(VARIABLE, ""), lambda g: g)
-        hooks = [p.register_hook(lie) for _, p in self.parameters]
+        hooks = [p.register_hook(lie) for _, p in self._vectors.parameters]
         try:
             return super().compute(rows, seed, into, is_fresh)
         finally:
