@@ -356,6 +356,9 @@ def read_toml(path: Path) -> Recipe:
     optimizer = written.get("optimizer")
     if isinstance(optimizer, dict) and optimizer.get("kind") == "muon" and "momentum" not in optimizer:
         written["optimizer"] = {**optimizer, "momentum": MUON_MOMENTUM}
+    stages = written.get("stages", 1)
+    if isinstance(stages, str) and stages != "auto":
+        raise ConfigError(f'{path}: stages: expected how many, the first block of each, or "auto", got {stages!r}')
     try:
         recipe = msgspec.convert(written, Recipe)
     except msgspec.ValidationError as error:
