@@ -105,8 +105,8 @@ def test_a_contributor_signs_its_draws() -> None:
     signed = backing.sign_share(share, bytes(32), bytes(32), bytes(32), OWNER)
     backing.check_share_untrusted(signed, ME, bytes(32), bytes(32), bytes(32))
     for draws in ((), (DrawRange("d", 1, 6),), (DrawRange("d", 0, 6, is_late=True),)):
+        other = msgspec.structs.replace(signed, draws=draws)
         with pytest.raises(IntegrityError):
-            other = msgspec.structs.replace(signed, draws=draws)
             backing.check_share_untrusted(other, ME, bytes(32), bytes(32), bytes(32))
     counted = (signed.counted(ME),)
     right = msgspec.structs.replace(commit_of((signed.draws,)), contributors=counted)
