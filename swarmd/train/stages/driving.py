@@ -15,8 +15,7 @@ from typing import Any
 
 import trio
 
-from swarmd.errors import PeerError, Refused, SwarmError, SwarmUnavailable, Unreachable
-from swarmd.plan.runs.arrivals import Arrivals
+from swarmd.errors import PeerError, PeerTimeout, Refused, SwarmError, SwarmUnavailable, Unreachable
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.stages import HolderLoad, choose_holder, next_draw, size_of_next
 from swarmd.protocol.runs.recipe import ENDS, Run
@@ -37,6 +36,7 @@ MOST_FAILED = 16  # passes of one micro-batch: as many holders have died meanwhi
 RETRY_S = 0.5  # between two looks for who holds a stage
 FIRST_PASS_S = 150.0  # while it is not known how long passes take
 LEAST_PASS_S = 20.0  # a pass beside other programs on a volunteer's machine, and its way there
+SLOWEST = 10.0  # times what passes of a holder take: others may have sent it many
 SMOOTHING = 0.3  # weight of the newest pass in how long a holder takes
 
 
@@ -94,7 +94,6 @@ class Driver:
         self._next = 0
         self._samples_under_way = 0
         self._seen: dict[tuple[int, PeerId], HolderLoad] = {}
-        self._took = Arrivals(LEAST_PASS_S, FIRST_PASS_S)
         self._last_stage = len(run.recipe.first_blocks)
 
     async def run(self) -> None:
@@ -286,20 +285,24 @@ class Driver:
     async def _ask(self, trip: Trip, stage: int, peer: PeerId, message: StageForward | StageBackward) -> None:
         """Have a holder compute a pass. Raises Stale, Lacking or PeerError."""
         key = (stage, peer)
+        load = self._seen.get(key, HolderLoad())
+        limit_s = FIRST_PASS_S if load.pass_s is None else max(LEAST_PASS_S, SLOWEST * load.pass_s)
         started_at = trio.current_time()
         trip.asked.add(key)
-        self._note(key, n_under_way=self._seen.get(key, HolderLoad()).n_under_way + 1)
+        self._note(key, n_under_way=load.n_under_way + 1)
         self.doing = f"micro-batches under way: {self.n_under_way}"
         try:
-            reply = await self._holder.ask(peer, message, self._took.limit_s())
+            reply = await self._holder.ask(peer, message, limit_s)
+        except PeerTimeout:
+            self._note(key, pass_s=trio.current_time() - started_at)  # at least: others come first from now on
+            raise
         finally:
             self._note(key, n_under_way=self._seen[key].n_under_way - 1)
-        took_s = trio.current_time() - started_at
         if reply.lacks:
             raise Lacking(reply.lacks)
         if not reply.is_done:
             raise Stale(reply.update)
-        self._took.add(took_s)
+        took_s = trio.current_time() - started_at
         usual_s = self._seen[key].pass_s
         self._note(key, pass_s=took_s if usual_s is None else usual_s + SMOOTHING * (took_s - usual_s))
 
