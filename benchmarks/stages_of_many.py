@@ -76,9 +76,8 @@ class Churn:
         print(f"{len(self.ended_at) - 1} updates, {counted} samples counted in every stage, {self.n_left} members left")
         print(f"the slowest stage's holders could have computed {possible:.0f}: {counted / possible:.0%} were counted")
         print(f"computed and not counted, by those who are still there: {wasted} of {counted * len(ledgers)}")
-        print(
-            f"longest without an update: {stood_still / 60:.1f} min; an update takes {seconds / 60 / max(1, len(self.ended_at) - 1):.1f}"
-        )
+        update_s = seconds / max(1, len(self.ended_at) - 1)
+        print(f"longest without an update: {stood_still / 60:.1f} min; an update takes {update_s / 60:.1f} min")
         stays = sum(bool(sealed.commit.restores) for ledger in ledgers for sealed in ledger.sealed)
         print(f"commits of stages that had nothing to give: {stays}")
 
