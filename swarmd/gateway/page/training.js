@@ -46,7 +46,7 @@ function sentences(run, label) {
     `This machine computes ${number(run.samples_per_s)} samples/s: ${count(run.samples_counted, "sample")} counted, ${number(run.samples_wasted, 6)} did not.`,
   ];
   if (run.measured_samples_per_s) found.push(`All together compute ${number(run.measured_samples_per_s)} samples/s.`);
-  if (run.parameters) found.push(`The model has ${number(run.parameters, 6)} parameters; who joins now fetches ${bytes(run.state_bytes)}.`);
+  if (run.parameters) found.push(`${run.stage == null ? "The model" : `Stage ${run.stage}`} has ${number(run.parameters, 6)} parameters; who joins now fetches ${bytes(run.state_bytes)}.`);
   if (run.last_round) found.push(round(run.last_round));
   if (run.rounds_failed) found.push(`Of the rounds led here, ${run.rounds_failed} failed and ${run.rounds_led} did not.`);
   if (run.catch_ups) found.push(`This machine was behind and caught up ${run.catch_ups === 1 ? "once" : `${run.catch_ups} times`}, the last time in ${time(run.last_catch_up_s)}.`);
