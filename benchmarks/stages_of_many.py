@@ -46,7 +46,7 @@ class Churn:
             for stage, source in member.sources.items():
                 speeds[stage].append(1 / source.forward_s)
         forward_s = FASTEST_S * (SLOWEST_S / FASTEST_S) ** self.rng.random()
-        member = self.world.add(choose_stage(speeds, []).action, forward_s=forward_s)
+        member = self.world.add(choose_stage(speeds, [], self.rng.random()).action, forward_s=forward_s)
         nursery.start_soon(self._stay, member, nursery)
 
     async def _stay(self, member: StageMember, nursery: trio.Nursery) -> None:

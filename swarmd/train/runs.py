@@ -132,7 +132,7 @@ class Runs:
             mine = [s for s in held if s is not None]
             if mine:
                 raise ConfigError(f"this daemon holds stage {mine[0]} of {name!r} already: --stage takes another one")
-            stage = choose_stage(speeds, mine).action
+            stage = choose_stage(speeds, mine, self._services.rng.random()).action
         if stage in held:
             raise ConfigError(f"this daemon holds stage {stage} of {name!r} already: swarmd train status")
         try:

@@ -125,21 +125,23 @@ def size_of_next(target: int, gathered: float, under_way: int, micro: int, n_sta
     return max(0, min(micro, lacking))
 
 
-def choose_stage(holders: Mapping[int, Iterable[float]], mine: Iterable[int]) -> Decision[int]:
+def choose_stage(holders: Mapping[int, Iterable[float]], mine: Iterable[int], drawn: float) -> Decision[int]:
     """Choose the stage that a newcomer holds: nobody's first, then the slowest, then the one with fewest holders.
 
-    ``holders``: samples/s of each holder of each stage, 0 where that is not known; ``mine``: stages held here already.
+    ``holders``: samples/s of each holder of each stage, 0 where that is not known; ``mine``: stages held here already;
+    ``drawn`` from [0, 1) decides between those alike, so that two that come at once seldom take the same.
     """
     speeds = {stage: list(of_stage) for stage, of_stage in holders.items()}
     open_stages = [stage for stage in speeds if stage not in set(mine)]
     if not open_stages:
         raise ValueError("all stages are held here already")
 
-    def need(stage: int) -> tuple[bool, int, float, int]:
-        of_stage = speeds[stage]
-        return bool(of_stage), len(of_stage), sum(of_stage), stage
+    def need(stage: int) -> tuple[int, float]:
+        return len(speeds[stage]), sum(speeds[stage])
 
-    best = min(open_stages, key=need)
+    most = min(map(need, open_stages))
+    alike = [stage for stage in open_stages if need(stage) == most]
+    best = alike[int(drawn * len(alike))]
     n = len(speeds[best])
     return Decision(best, "nobody holds it" if not n else f"it has {n} holders, the fewest")
 

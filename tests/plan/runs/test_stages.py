@@ -59,11 +59,13 @@ def test_a_driver_sends_what_an_update_lacks_and_no_more() -> None:
 
 
 def test_a_newcomer_holds_what_lacks_holders_most() -> None:
-    assert choose_stage({0: [1.0], 1: [], 2: [1.0]}, []).action == 1
-    assert choose_stage({0: [1.0, 1.0], 1: [5.0], 2: [2.0]}, []).action == 2
-    assert choose_stage({0: [], 1: [1.0]}, [0]).action == 1
+    for drawn in (0.0, 0.99):
+        assert choose_stage({0: [1.0], 1: [], 2: [1.0]}, [], drawn).action == 1
+        assert choose_stage({0: [1.0, 1.0], 1: [5.0], 2: [2.0]}, [], drawn).action == 2
+        assert choose_stage({0: [], 1: [1.0]}, [0], drawn).action == 1
+    assert {choose_stage({0: [1.0], 1: [], 2: []}, [], drawn).action for drawn in (0.1, 0.9)} == {1, 2}
     with pytest.raises(ValueError, match="all stages"):
-        choose_stage({0: []}, [0])
+        choose_stage({0: []}, [0], 0.5)
 
 
 def holder(peer: PeerId, n_samples: int, epoch: int = 3) -> MemberProgress:
