@@ -90,10 +90,8 @@ def prose_of(path: Path) -> str:
 
 def test_paths_that_pages_docstrings_and_comments_name_exist() -> None:
     paths = [path for tree in TREES for path in (ROOT / tree).rglob("*") if path.suffix in (".py", ".md")]
-    named = {}
-    for path in (*ROOT.glob("*.md"), *paths):
-        if RECORDS not in path.parents:
-            named[path] = set(PATH.findall(prose_of(path)))
+    prose = {path: prose_of(path) for path in (*ROOT.glob("*.md"), *paths) if RECORDS not in path.parents}
+    named = {path: set(PATH.findall(text)) for path, text in prose.items()}
     assert sum(map(len, named.values())) > 300, "they are found"
     missing = [
         f"{path.relative_to(ROOT)} names {name}"
@@ -102,7 +100,7 @@ def test_paths_that_pages_docstrings_and_comments_name_exist() -> None:
         if name.startswith("..") or not any((place / name).exists() for place in (*PLACES, path.parent))
     ]
     assert not missing
-    assert not [path for path in named if path != Path(__file__) and "shared facts" in prose_of(path)]
+    assert not [path for path, text in prose.items() if path != Path(__file__) and "shared facts" in text]
 
 
 def test_readme_begins_with_the_two_commands() -> None:

@@ -56,9 +56,9 @@ def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
 
         one.stop()
         left = [v for v in volunteers if v is not one]
-        wait_stages(swarm, left, update_of(starter) + 2)
+        wait_stages(swarm, left, update_of(starter) + 1)
         os.kill(rows_of(ends)[0]["worker"], signal.SIGKILL)
-        wait_stages(swarm, left, update_of(starter) + 2)
+        wait_stages(swarm, left, update_of(starter) + 1)
         shown = command(starter, "train", "status", "run")
         assert "stage 2" in shown
         assert "blocks from 2 on" in shown

@@ -111,6 +111,7 @@ def test_whoever_computes_on_meanwhile_is_one_big_machine(tmp_path: Path) -> Non
             assert n_late > 0
 
 
+@pytest.mark.prove
 def test_what_was_left_out_outlives_a_kill(tmp_path: Path) -> None:
     """Error feedback on the disk: whoever was killed goes on with what its contributions had not said yet."""
     with local_swarm(tmp_path) as swarm:

@@ -168,7 +168,7 @@ def test_killed_servers_change_nothing(stage: Stage) -> None:
     assert model.lanes.statistics.retries, "micro-batches were lost"
 
 
-@pytest.mark.parametrize(("what", "place"), [("worker", -1), ("daemon", 0)])
+@pytest.mark.parametrize(("what", "place"), [pytest.param("worker", -1, marks=pytest.mark.prove), ("daemon", 0)])
 def test_stopped_servers_change_nothing(stage: Stage, what: str, place: int) -> None:
     model, struck = stage.model(), []
 
