@@ -41,6 +41,7 @@ class _Commit:
 
     epoch: int = 0
     head: bytes = b""
+    parent: bytes = b""
     contributors: frozenset[str] = frozenset()
     known_at: float = 0.0
 
@@ -139,7 +140,7 @@ class Members:
         now: float,
     ) -> None:
         """Note a commit: its contributors go on from there, though their records may not say so yet."""
-        self._last = _Commit(epoch, head, contributors, now)
+        self._last = _Commit(epoch, head, self._last.head, contributors, now)
 
     def progress(self, now: float, with_suspects: bool = False) -> list[MemberProgress]:
         """Return how far the others are that compute."""
@@ -180,10 +181,18 @@ class Members:
         return any(record.epoch > update for record in records if record.run != self.run)
 
     def participants(self, head: bytes, now: float) -> list[PeerId]:
-        """List who takes part in the round after ``head``: those who compute on it, and those who only reduce."""
+        """List who takes part in the round after ``head``: those who compute on it, and those who only reduce.
+
+        In a stage all that hold it do, samples or not: else an average would be lost with the one who had some.
+        """
         records = self.look(now)
-        reducing = [p for p, r in records.items() if r.role == "reduce" and r.head == head]
-        return self.computing(head, now) + reducing
+        others = [p for p, r in records.items() if r.role == "reduce" and r.head == head]
+        computing = self.computing(head, now)
+        if self.run != self.whole:
+            heads = {head, self._last.parent} if self._last.head == head else {head}
+            holding = [p for p, r in records.items() if r.role == "train" and r.state_epoch is not None]
+            others += [p for p in holding if records[p].head in heads and p not in computing]
+        return computing + others
 
     def computing(self, head: bytes, now: float) -> list[PeerId]:
         """List who computes on a commit."""
