@@ -212,6 +212,8 @@ class Trainer:
         if self.state is None or self.catching_up is None:
             await self._help_others()
         elif self.catching_up.is_due:
+            if self.stage is not None:
+                self.stage.computing.end_update()
             await self.computing.hold()
             await self.catching_up.advance()
             self.why = self.catching_up.why

@@ -76,8 +76,8 @@ def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("optimizer", "synchronisation"),
-    [("sgd", "step"), ("adamw", "step"), (CLIPPED, "step"), ("sgd", "delayed"), (CLIPPED, "delayed")],
-    ids=["sgd", "adamw", "clipped", "delayed sgd", "delayed and clipped"],
+    [("sgd", "step"), ("adamw", "step"), (CLIPPED, "step"), ("sgd", "delayed")],
+    ids=["sgd", "adamw", "clipped", "delayed"],
 )
 def test_a_random_holder_is_killed_every_third_update(tmp_path: Path, optimizer: str, synchronisation: str) -> None:
     rng = random.Random(optimizer)

@@ -229,6 +229,8 @@ class Recipe(RecipeTable, frozen=True):
             return 'train = "lora" is small: every member holds all of it'
         if self.steps_inside:
             return 'synchronisation = "diloco" is not possible yet, expected "step" or "delayed"'
+        if self.overlaps and self.clip_norm:
+            return 'optimizer.clip_norm with synchronisation = "delayed" is not possible yet, expected 0 or "step"'
         if self.precision != "float32":
             return f'precision = "{self.precision}" does not travel between stages, expected "float32"'
         if self.robust != "none":

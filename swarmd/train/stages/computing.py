@@ -338,7 +338,7 @@ class StageComputing:
             self._computed_s = 0.0
             self._settled_at = now
             self.batches.forget_before(commit.epoch - (1 if self._recipe.overlaps else 0))
-            self._is_ending = False
             self._begun_at = {}
+        self._is_ending = False
         if self._feedback is not None:
             self._feedback.settle(offered, is_counted)
