@@ -57,6 +57,7 @@ class TrainedStage:
             self._part = _Blocks(folder, span_of_stage(folder, recipe, stage), self._dtype, device)
         self._vectors = SharedVectors(self._part.model, recipe.precision, device)
         self.layout = self._vectors.layout
+        self._places = {id(parameter): place for place, (_, parameter) in enumerate(self._vectors.parameters)}
 
     def map(self, path: Path, init: bool) -> None:
         """Use shared memory (Recipe.shared_vectors). With ``init`` the parameters go there, else come from it."""
@@ -68,7 +69,7 @@ class TrainedStage:
         self._vectors.use(PREVIOUS if message.on_previous else "parameters")
         self._vectors.fetch_parameters()
         total = self._vectors.shared[f"sum{message.into}"]
-        add = partial(self._add, total)
+        add = partial(self._add, self._vectors.cut(total))
         shape = (inputs.n, self._recipe.batch.tokens, self._part.width)
         forward = self._decode(inputs.forward, shape)
         backward = self._decode(inputs.backward, shape)
@@ -92,13 +93,13 @@ class TrainedStage:
     def _decode(self, raw: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
         return decode_untrusted(raw, shape).to(self._device) if raw else torch.zeros(0)
 
-    def _add(self, total: torch.Tensor, parameters: list[nn.Parameter], gradients: list[torch.Tensor | None]) -> None:
-        """Add gradients of some parameters to a sum."""
-        places = {id(parameter): place for place, (_, parameter) in enumerate(self._vectors.parameters)}
-        sums = self._vectors.cut(total)
+    def _add(
+        self, sums: list[torch.Tensor], parameters: list[nn.Parameter], gradients: list[torch.Tensor | None]
+    ) -> None:
+        """Add gradients of some parameters to the pieces of a sum."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
-                sums[places[id(parameter)]] += gradient.to("cpu")
+                sums[self._places[id(parameter)]] += gradient.to("cpu")
 
 
 Add = Callable[[list[nn.Parameter], list[torch.Tensor | None]], None]
@@ -253,10 +254,9 @@ def span_of_stage(folder: Path, recipe: Recipe, stage: int) -> Span:
     """Return the blocks of a stage, counted from 1. Raises ConfigError for blocks that the model does not have."""
     written = read_config(folder)
     n_blocks = layout_of(written).n_blocks(count_layers(written))
-    borders = (*recipe.first_blocks, n_blocks)
-    if borders[-2] >= n_blocks:
+    if recipe.first_blocks[-1] >= n_blocks:
         raise ConfigError(f"the run's stages begin at blocks {recipe.first_blocks}: the model has {n_blocks}")
-    return Span(borders[stage - 1], borders[stage])
+    return recipe.blocks_of_stage(stage, n_blocks)
 
 
 def parameters_of_stages(model: PreTrainedModel, folder: Path, recipe: Recipe) -> list[list[nn.Parameter]]:

@@ -22,7 +22,7 @@ from swarmd.names import is_model_hash, require_name
 from swarmd.protocol.fields import MAX_STAGES, Block, Count, Digest, Name, Text
 from swarmd.protocol.membership.identity import Identity, PublicKey, Signature, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
-from swarmd.values import PeerId, RunId
+from swarmd.values import PeerId, RunId, Span
 
 MAX_RECIPE_BYTES = 65_536  # written by a person
 MAX_TARGETS = 64  # names of modules that LoRA goes to: last parts, of which a family has a dozen
@@ -216,6 +216,11 @@ class Recipe(RecipeTable, frozen=True):
     def first_blocks(self) -> tuple[int, ...]:
         """The first block of each stage of blocks; () where every member trains the whole model."""
         return self.stages if isinstance(self.stages, tuple) else ()
+
+    def blocks_of_stage(self, stage: int, n_blocks: int) -> Span:
+        """The blocks of a stage, counted from 1, of a model with so many."""
+        borders = (*self.first_blocks, n_blocks)
+        return Span(borders[stage - 1], borders[stage])
 
     @property
     def is_in_stages(self) -> bool:

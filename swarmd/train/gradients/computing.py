@@ -185,11 +185,6 @@ class Computing:
         """How fast it computes."""
         return self.workload.samples_per_s
 
-    @property
-    def longest_s(self) -> float:
-        """How long a micro-batch takes at most, as far as is known."""
-        return self._batches.limit_s()
-
     def go_on(self) -> None:
         """Let more be computed."""
         if not self._is_allowed:

@@ -258,11 +258,6 @@ class StageComputing:
             return 0.0
         return self.workload.samples_per_s or 1.0
 
-    @property
-    def longest_s(self) -> float:
-        """How long a micro-batch is away at most, as far as is known."""
-        return self._returns.limit_s()
-
     def go_on(self) -> None:
         """Let micro-batches begin; what was lent to a round that came to nothing is added to again."""
         if not self._is_allowed:

@@ -80,9 +80,7 @@ class Driver:
     ) -> None:
         self.doing = ""
         self.n_under_way = 0
-        self.n_given_up = 0
         self._me = me
-        self._run = run
         self._recipe = run.recipe
         self._ledger = ledger
         self._computing = computing
@@ -145,9 +143,9 @@ class Driver:
                 await self._backward(trip, stage)
             await self._add_ends(trip)
         except Stale as stale:
-            self._give_up(f"draws from {first} are of update {update}; a stage is at {stale.update} by now")
+            self.doing = f"draws from {first} are of update {update}; a stage is at {stale.update} by now"
         except SwarmError as error:
-            self._give_up(f"draws from {first} come to nothing: {error}")
+            self.doing = f"draws from {first} come to nothing: {error}"
             logger.warning("%s", self.doing)
             await trio.sleep(RETRY_S)
         finally:
@@ -156,12 +154,8 @@ class Driver:
             self._computing.forget(self._me, first)
             if trip is not None:
                 for stage, peer in trip.asked:
-                    self._holder.tell_forget(peer, self._run.in_stage(stage).id, first)
+                    self._holder.tell_forget(peer, self._stages[stage].run, first)
             self._news.notify()
-
-    def _give_up(self, why: str) -> None:
-        self.n_given_up += 1
-        self.doing = why
 
     # --- the passes --------------------------------------------------------------------------------------------
 
@@ -258,7 +252,7 @@ class Driver:
             now = trio.current_time()
             records = self._stages[stage].look(now)
             peers = [p for p, r in records.items() if r.role == "train" and r.state_epoch is not None]
-            if self._holder.holds(self._run.in_stage(stage).id):
+            if self._holder.holds(self._stages[stage].run):
                 peers.append(self._me)
             holders = {peer: self._seen.get((stage, peer), HolderLoad()) for peer in peers}
             choice = choose_holder(holders, now)
@@ -274,7 +268,7 @@ class Driver:
     def _fields(self, trip: Trip, stage: int) -> dict[str, Any]:
         """Return what a message to a holder names, forward and back."""
         return {
-            "run": self._run.in_stage(stage).id,
+            "run": self._stages[stage].run,
             "update": trip.batch.update,
             "driver": self._me,
             "first": trip.batch.first,

@@ -26,13 +26,9 @@ KEPT_UPDATES = 256  # of which norms are remembered: what a member misses and ap
 
 
 class StageNorms:
-    """See the module. ``members``: who keeps the ledger of each stage, this one's included.
-
-    ``waits_for``: the stages whose commit is not known yet.
-    """
+    """See the module. ``members``: who keeps the ledger of each stage, this one's included."""
 
     def __init__(self, rpc: Rpc, chronicle: Chronicle, members: dict[int, Members]) -> None:
-        self.waits_for: list[int] = []
         self._rpc = rpc
         self._chronicle = chronicle
         self._run = chronicle.run
@@ -48,8 +44,7 @@ class StageNorms:
         async with trio.open_nursery() as nursery:
             for stage in lacking:
                 nursery.start_soon(self._ask_stage, stage, update)
-        self.waits_for = [stage for stage in lacking if (stage, update) not in self._norms]
-        if self.waits_for:
+        if any((stage, update) not in self._norms for stage in lacking):
             return None
         norms = [self._norms[stage, update] for stage in range(len(self._run.stages))]
         oldest = update - KEPT_UPDATES

@@ -110,5 +110,4 @@ def groups_of_stage(run: Run, n_blocks: int) -> list[int]:
     assert run.stage is not None
     if run.stage == ENDS:
         return [n_blocks]
-    borders = (*run.recipe.first_blocks, n_blocks)
-    return list(range(borders[run.stage - 1], borders[run.stage]))
+    return list(run.recipe.blocks_of_stage(run.stage, n_blocks).blocks())

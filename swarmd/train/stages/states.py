@@ -16,8 +16,7 @@ from swarmd.plan.runs.recovery import DonorOffer
 from swarmd.protocol.runs.recipe import Run
 from swarmd.train.store import recovery
 from swarmd.values import ModelId, PeerId
-from swarmd.weights import folder as folders
-from swarmd.weights.fetch import Fetch, fetch_manifest
+from swarmd.weights.fetch import fetch_manifest
 
 
 async def fetch_state(rpc: Rpc, view: SwarmView, part: Run, folder: Path) -> tuple[Path, int]:
@@ -36,9 +35,8 @@ async def fetch_state(rpc: Rpc, view: SwarmView, part: Run, folder: Path) -> tup
     donors = [peer for peer, offer in offers.items() if _is_same(offer, newest)]
     manifest = await fetch_manifest(rpc, ModelId(newest.state.hex()), donors)
     await trio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
-    target = await trio.to_thread.run_sync(folders.create, folder, manifest)
-    await Fetch(rpc, target, {0}, lambda: {peer: frozenset({0}) for peer in donors}, Pace(lambda: None)).run()
-    return target.folder / "head.safetensors", newest.epoch
+    path = await recovery.fetch_file(rpc, folder, manifest, donors, Pace(lambda: None), "snapshot")
+    return path, newest.epoch
 
 
 def _is_same(offer: DonorOffer, other: DonorOffer) -> bool:

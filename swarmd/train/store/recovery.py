@@ -62,21 +62,31 @@ def make_getter(
         names: tuple[str, ...],
         n_elements: int,
     ) -> Vectors:
-        name = ModelId(digest.hex())
-        manifest = await fetch_manifest(rpc, name, donors)
+        what = "snapshot" if len(names) > 1 else "average"
+        manifest = await fetch_manifest(rpc, ModelId(digest.hex()), donors)
         _check_manifest(manifest, dtype, n_elements, names)
-        target = await trio.to_thread.run_sync(folders.create, folder, manifest)
-        if 0 not in target.held:
-            offers = {peer: frozenset({0}) for peer in donors}
-            fetch = Fetch(rpc, target, {0}, lambda: offers, pace)
-            await fetch.run()
-            logger.info("%s: %s", "snapshot" if len(names) > 1 else "average", fetch.progress())
-        path = target.folder / "head.safetensors"
+        path = await fetch_file(rpc, folder, manifest, donors, pace, what)
         vectors = await trio.to_thread.run_sync(read_vectors, path, dtype, n_elements, names)
         await trio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
         return vectors
 
     return get_vectors
+
+
+async def fetch_file(
+    rpc: Rpc, folder: Path, manifest: Manifest, donors: Iterable[PeerId], pace: Pace, what: str
+) -> Path:
+    """Fetch a state or an average into a folder, where it is not there already; returns its file.
+
+    Raises SwarmUnavailable.
+    """
+    target = await trio.to_thread.run_sync(folders.create, folder, manifest)
+    if 0 not in target.held:
+        offers = {peer: frozenset({0}) for peer in donors}
+        fetch = Fetch(rpc, target, {0}, lambda: offers, pace)
+        await fetch.run()
+        logger.info("%s: %s", what, fetch.progress())
+    return target.folder / "head.safetensors"
 
 
 def _check_manifest(
