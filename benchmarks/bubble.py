@@ -16,6 +16,7 @@ import trio
 import trio.testing
 
 from swarmd.protocol.runs.recipe import Batch
+from swarmd.train.stages.computing import StageComputing
 from tests.train.stage_world import in_stages
 
 FORWARD_S = 0.25  # of a sample: an update takes many times as long as its rounds
@@ -32,11 +33,12 @@ async def measure_busy(n_stages: int, n_batches: int, forward_s: float, synchron
                 source.forward_s = forward_s
         await world.until(2, within_s=1e6)
         began_at = trio.current_time()
-        shares = []
+        shares: list[float] = []
         for update in range(3, 3 + N_UPDATES):
             await world.until(update, within_s=1e6)
             for member in world.members.values():
-                shares += [member.of_stage(s).computing.busy for s in member.sources if s]  # type: ignore[union-attr]
+                computing = [member.of_stage(stage).computing for stage in member.sources if stage]
+                shares += [one.busy for one in computing if isinstance(one, StageComputing) and one.busy is not None]
         return statistics.median(shares), (trio.current_time() - began_at) / N_UPDATES
 
 
