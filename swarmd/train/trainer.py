@@ -257,6 +257,9 @@ class Trainer:
         """Decide by ``plan.runs.progress``, if nothing that only this peer knows speaks against it."""
         other_members = self.members.progress(trio.current_time())
         me = self.progress(state.epoch, state.head)
+        newest = self.members.newest_epoch(trio.current_time())
+        if newest > self.ledger.epoch:  # that of an anchor, where all that had it besides are gone
+            return Decision(Action.CATCH_UP, f"others know update {newest}")
         if self.stage is not None:
             decision = self.stage.decide_action(me, other_members)
         else:

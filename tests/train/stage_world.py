@@ -236,6 +236,10 @@ class StageWorld:
         self.world.crash(member.peer)
         member.scope.cancel()
 
+    def forget(self, member: StageMember) -> None:
+        """Have what a peer wrote last reach nobody."""
+        self._records = {key: record for key, record in self._records.items() if key[0] != member.peer}
+
     @property
     def epoch(self) -> int:
         """The newest update that all stages have ended."""

@@ -93,6 +93,24 @@ async def test_a_stopped_holder_is_done_without(virtual_time: MockClock) -> None
         await world.until(world.epoch + 2)
 
 
+async def test_commits_that_only_the_anchor_knows_are_heard_of(virtual_time: MockClock) -> None:
+    async with in_stages(12, *ALL, (2,)) as world:
+        await world.until(2)
+        one, other = (m for m in world.members.values() if 2 in m.sources)
+        peers = [peer for peer in world.members if peer != other.peer]
+        for peer in peers:
+            world.world.cut(peer, other.peer)
+        ended = world.epoch
+        with trio.fail_after(120):
+            while world.epoch < ended + 2:
+                await trio.sleep(0.1)
+        world.crash(one)
+        world.forget(one)
+        for peer in peers:
+            world.world.heal(peer, other.peer)
+        await world.until(world.epoch + 3)
+
+
 async def test_depth_changes_without_losing_an_update(virtual_time: MockClock) -> None:
     """Four holders in a row, three, and four again, by blocks that move to a neighbour and back."""
     async with in_stages(9, (0,), (1,), (2,), (3,), (4,), n_stages=4) as world:

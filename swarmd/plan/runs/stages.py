@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from swarmd.plan.runs.progress import Action, MemberProgress, decide_action
 from swarmd.protocol.fields import MAX_STAGES
+from swarmd.protocol.runs.recipe import ENDS
 from swarmd.values import Decision, PeerId
 
 STATE_BYTES = 16  # of a parameter: itself, its gradients' sum, and two moments, in float32
@@ -139,6 +140,8 @@ def choose_stage(holders: Mapping[int, Iterable[float]], mine: Iterable[int], dr
     def need(stage: int) -> tuple[int, float]:
         return len(speeds[stage]), sum(speeds[stage])
 
+    if not any(speeds.values()) and ENDS in open_stages:
+        return Decision(ENDS, "nobody holds anything yet, and who holds the ends drives")
     most = min(map(need, open_stages))
     alike = [stage for stage in open_stages if need(stage) == most]
     best = alike[int(drawn * len(alike))]

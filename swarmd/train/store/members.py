@@ -170,6 +170,10 @@ class Members:
             members.append(progress)
         return members
 
+    def newest_epoch(self, now: float) -> int:
+        """Return the newest update that another member says it knows, whether it computes or only signs."""
+        return max((record.epoch for record in self.look(now).values()), default=0)
+
     def states(self) -> dict[PeerId, int]:
         """Return of which update the others say that they have the state, whether they answer or not."""
         records = [r for r in self.view().in_ledger(self.run) if r.peer != self.me]

@@ -63,6 +63,7 @@ def test_a_newcomer_holds_what_lacks_holders_most() -> None:
         assert choose_stage({0: [1.0], 1: [], 2: [1.0]}, [], drawn).action == 1
         assert choose_stage({0: [1.0, 1.0], 1: [5.0], 2: [2.0]}, [], drawn).action == 2
         assert choose_stage({0: [], 1: [1.0]}, [0], drawn).action == 1
+        assert choose_stage({0: [], 1: [], 2: []}, [], drawn).action == 0, "without a driver nothing moves"
     assert {choose_stage({0: [1.0], 1: [], 2: []}, [], drawn).action for drawn in (0.1, 0.9)} == {1, 2}
     with pytest.raises(ValueError, match="all stages"):
         choose_stage({0: []}, [0], 0.5)
