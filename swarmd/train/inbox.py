@@ -65,8 +65,13 @@ class RunInbox:
             await self._joining.participation.take_numbers(channel, message, frame.payload)
         elif isinstance(message, rounds.Beat | rounds.Group | rounds.Check | rounds.Pulse):
             await self._joining.take(peer, message, bytes(frame.payload))
+        elif isinstance(message, rounds.Contradict) and message.stage is not None:
+            if self._stage is not None:
+                self._tasks.start_soon(self._stage.audits.hear, peer, message, bytes(frame.payload))
         elif isinstance(message, rounds.Contradict):
             self._audits.take_untrusted(peer, message, bytes(frame.payload))
+            if self._stage is not None:
+                self._stage.audits.suspect(PeerId(message.peer))
         elif isinstance(message, rounds.JoinRound):
             idle = self._why_idle()
             if idle:

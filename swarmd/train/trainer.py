@@ -123,7 +123,7 @@ class Trainer:
         self._tasks = Tasks()
         self.stage: StagePart | None = None
         if stage is not None and isinstance(self.computing, StageComputing):
-            self.stage = StagePart(self._member_services, self.computing, self._tasks, stage)
+            self.stage = StagePart(self._member_services, self.computing, self._tasks, stage, self.audits)
         self.inbox = RunInbox(
             self._member_services, self.joining, self.audits, self._tasks, self.idleness.why, self.stage
         )
@@ -214,6 +214,7 @@ class Trainer:
         elif self.catching_up.is_due:
             if self.stage is not None:
                 self.stage.computing.end_update()
+                await self.stage.audits.finish()
             await self.computing.hold()
             await self.catching_up.advance()
             self.why = self.catching_up.why
@@ -308,10 +309,11 @@ class Trainer:
     def _settle_work(self, commit: Commit | None) -> None:
         self.joining.following.retry_at = 0.0  # that was of the round before
         self.computing.settle(commit)
+        audits = self.audits if self.stage is None else self.stage.audits
         if commit is not None and commit.contributors:
-            self.audits.consider_commit(commit)
+            audits.consider_commit(commit)
         else:
-            self.audits.forget_watched()
+            audits.forget_watched()
         self._tasks.start_soon(self.memories.keep, self.computing.inner)
 
     def _on_state(self, state: RunState) -> None:

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, PeerError, Refused
+from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Request
-from swarmd.protocol.wire.stages import StageBackward, StageForget, StageForward, WantActivations
+from swarmd.protocol.runs.backing import ContributionShare
+from swarmd.protocol.wire.rounds import Contradict
+from swarmd.protocol.wire.stages import (
+    StageBackward,
+    StageCopy,
+    StageForget,
+    StageForward,
+    StageWatch,
+    WantActivations,
+)
 from swarmd.train.stages.holding import MOST_ASKED
 from swarmd.train.stages.micro_batches import MOST_BYTES, KeptMicroBatches
 from tests.train.stage_world import StageMember, StageWorld, in_stages
@@ -99,6 +110,48 @@ async def test_a_driver_that_asks_for_more_than_a_stage_does_waits(virtual_time:
         assert sum(f"{MOST_ASKED} passes wait" in why for why in refused) >= 20
 
 
+async def test_watching_is_for_holders_of_the_stage(virtual_time: MockClock) -> None:
+    async with attacked() as (world, victim, attacker):
+        driver = next(m for m in world.members.values() if 0 in m.sources)
+        part = driver.of_stage(0).stage
+        assert part is not None
+        assert part.driver is not None
+        now = world.epoch
+        for message in (
+            StageWatch(stage=1, peer=victim.peer, update=now + 1),  # it holds another one
+            StageWatch(stage=2, peer=attacker.peer, update=now + 1),
+            StageWatch(stage=0, peer=driver.peer, update=now + 1),
+            StageWatch(stage=9, peer=victim.peer, update=now + 1),
+            StageWatch(stage=2, peer=victim.peer, update=now + 9),
+        ):
+            part.driver.take_watch(attacker.peer, message)
+            assert not part.driver._watched, message
+
+
+async def test_a_copy_that_nobody_wanted_is_not_computed(virtual_time: MockClock) -> None:
+    async with in_stages(33, (0,), (1,), (2,), (1,), audit=8) as world:
+        await world.until(2)
+        driver = next(m for m in world.members.values() if 0 in m.sources)
+        one, other = (m for m in world.members.values() if 1 in m.sources)
+        run = world.run.in_stage(1).id
+        copy = StageCopy(run=run, update=10**6, driver=driver.peer, first=0, n=2, source=one.peer, peer=other.peer)
+        assert (await refusal(driver, one, copy)).code is Code.NOT_HELD
+
+
+async def test_who_accuses_shows_a_commit_of_both(virtual_time: MockClock) -> None:
+    async with attacked() as (world, _, attacker):
+        driver = next(m for m in world.members.values() if 0 in m.sources)
+        other = next(m for m in world.members.values() if 2 in m.sources and m is not attacker)
+        share = ContributionShare(first=0, n=1, loss=0.0, squares=1.0, sums=(0.0,) * 4)
+        message = Contradict(run=world.run.in_stage(0).id, peer=other.peer, parent=bytes(32), stage=2, update=1)
+        channel = await attacker.rpc.channel(driver.peer, "bulk")
+        await channel.send(message, msgspec.msgpack.encode(share))
+        with trio.fail_after(60):
+            while not driver.rpc.standing.count(attacker.peer, Fault.FORGED):
+                await trio.sleep(0.1)
+        assert not driver.rpc.standing.is_shunned(other.peer)
+
+
 def test_kept_micro_batches_are_bounded() -> None:
     kept = KeptMicroBatches()
     kept.open("driver", 0, 2, 1).entered = bytes(MOST_BYTES + 1)
@@ -106,5 +159,5 @@ def test_kept_micro_batches_are_bounded() -> None:
         kept.open("driver", 2, 2, 1)
     with pytest.raises(Refused, match="were 2 before"):
         kept.open("driver", 0, 3, 1)
-    kept.forget_before(2)
+    kept.forget_before(2, 2)
     kept.open("driver", 2, 2, 2)

@@ -176,6 +176,8 @@ class Replay:
         self._before_named = dict(self._before.named_parameters())
         self._optimizers = {s: torch_optimizer(recipe.optimizer, {n: named[n] for n in self.names[s]}) for s in ledgers}
         self.update = 0
+        self._kept: dict[tuple[int, int], tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
+        self._keep()
 
     def advance(self) -> None:
         """Take one update of all stages."""
@@ -204,16 +206,33 @@ class Replay:
             name: total[name] / max(1, commit.n_samples) for s, commit in by_stage.items() for name in self.names[s]
         }
         norm = float(torch.stack([mean.double().square().sum() for mean in means.values()]).sum().sqrt())
-        clip = min(1.0, limit / norm) if limit else 1.0
+        clip = min(1.0, limit / norm) if limit and norm else 1.0  # no norm: no stage had samples
         self.clips.append(clip)
         for s, commit in by_stage.items():
-            assert not commit.restores or commit.restores == commit.parent, "it went back"
-            if commit.restores:
+            restored = self._ledgers[s].restored_epoch(commit)
+            if restored is not None:
+                if restored != self.update:
+                    self._restore(s, restored)
                 continue
             for name in self.names[s]:
                 self._named[name].grad = means[name] * clip
             self._optimizers[s].step()
         self.update += 1
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep the state of stages that go on from it later."""
+        for s, ledger in self._ledgers.items():
+            if any(ledger.restored_epoch(sealed.commit) == self.update for sealed in ledger.sealed[self.update + 1 :]):
+                parameters = {name: self._named[name].detach().clone() for name in self.names[s]}
+                self._kept[s, self.update] = parameters, copy.deepcopy(self._optimizers[s].state_dict())
+
+    def _restore(self, stage: int, update: int) -> None:
+        parameters, moments = self._kept[stage, update]
+        with torch.no_grad():
+            for name, values in parameters.items():
+                self._named[name].copy_(values)
+        self._optimizers[stage].load_state_dict(moments)
 
     def vector(self, stage: int) -> np.ndarray:
         """The parameters of a stage, as its state has them."""

@@ -14,6 +14,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.liars import VARIABLE
+from tests.real.lying_trainers import STAGE_LIES
 from tests.real.stages import (
     errors_of_replay,
     held_by,
@@ -26,7 +28,7 @@ from tests.real.stages import (
     update_of,
     wait_stages,
 )
-from tests.real.training import OPTIMIZERS, command, is_back
+from tests.real.training import OPTIMIZERS, ROOT, command, is_back
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +99,8 @@ def test_a_random_holder_is_killed_every_third_update(tmp_path: Path, optimizer:
             down = rng.choice([v for v in others if v is not down])
             time.sleep(0.5 * rng.random())  # anywhere in a pass, a round, a fetch
             down.stop()
-            wait_stages(swarm, [v for v in volunteers if v is not down], update)
+            left = [v for v in volunteers if v is not down]
+            wait_stages(swarm, left, update, within_s=300)  # two minutes where the newest state is lost
         assert down is not None
         _bring_back(swarm, down)
         wait_stages(swarm, volunteers, 41)
@@ -105,6 +108,27 @@ def test_a_random_holder_is_killed_every_third_update(tmp_path: Path, optimizer:
         errors = errors_of_replay(volunteers, starter)
         print({place: f"{error:.1e}" for place, error in errors.items()})
         assert max(errors.values()) < BOUND
+
+
+@pytest.mark.parametrize(
+    "lie", [STAGE_LIES[2], *(pytest.param(lie, marks=pytest.mark.prove) for lie in STAGE_LIES[:2])]
+)
+def test_a_holder_that_lies_is_left_out(tmp_path: Path, lie: str) -> None:
+    """Two others of its stage find it out, each for itself; no honest one is left out."""
+    with local_swarm(tmp_path) as swarm:
+        starter, one, two = honest = [swarm.add("--no-serve") for _ in range(3)]
+        liar = swarm.prepare("--no-serve", **{VARIABLE: lie, "PYTHONPATH": str(ROOT)})
+        liar.program = "tests.real.liars"
+        liar.start()
+        swarm.wait_online()
+        start_in_stages(starter, 1, target=32, steps=400, audit=32)
+        for volunteer in (one, two, liar):
+            join_stage(swarm, volunteer, 1)
+        swarm.wait(lambda: all(liar.peer in shunned_by(v) for v in honest), "all to have left the liar out")
+        found_at = update_of(starter)
+        print(f"{lie}: left out at update {found_at}, {rows_of(one)[1]['audits']}")
+        wait_stages(swarm, honest, found_at + 4)
+        assert {peer for v in honest for peer in shunned_by(v)} == {liar.peer}
 
 
 @pytest.mark.prove
@@ -156,6 +180,11 @@ def test_a_model_that_fits_nobody(tmp_path: Path) -> None:
         errors = errors_of_replay(swarm.volunteers, starter)
         print({place: f"{error:.1e}" for place, error in errors.items()})
         assert max(errors.values()) < BOUND
+
+
+def shunned_by(volunteer: Volunteer) -> list[str]:
+    """Whom a volunteer leaves out."""
+    return [peer for row in rows_of(volunteer).values() for peer in row["shunned"]]
 
 
 def _bring_back(swarm: LocalSwarm, volunteer: Volunteer) -> None:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import trio
 
@@ -23,10 +24,10 @@ from swarmd.plan.runs.samples import row_of
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import RunRecord
-from swarmd.protocol.runs.recipe import ENDS, Batch, Optimizer, Recipe, Run, Stop, start_run
+from swarmd.protocol.runs.recipe import CHECKED, ENDS, Batch, Optimizer, Recipe, Run, Stop, start_run
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Pong
-from swarmd.protocol.wire.worker import ComputeStage, StageInputs
+from swarmd.protocol.wire.worker import ComputeStage, StageErrors, StageInputs
 from swarmd.train.gradients.source import SourceLost
 from swarmd.train.stages.holding import StageHolder
 from swarmd.train.stages.part import StagePorts
@@ -41,11 +42,11 @@ from tests.train.world import SHARDS, _inline, _point
 WIDTH = 24
 NEWS_DELAY_S = 0.3
 LIMIT_S = 600.0
-FACTORS = {"forward": 1.0, "backward": 3.0, "embed": 0.1, "head": 0.5, "add": 0.5}  # of a stage's forward
+FACTORS = {"forward": 1.0, "backward": 3.0, "embed": 0.1, "head": 0.5, "add": 0.5, "check": 4.0}  # of a stage's forward
 
 
 class ToyStage:
-    """Computes in virtual time; ``spoil`` changes what it answers, as a liar's would be."""
+    """Computes in virtual time; ``lie``: what is wrong of it: its forward or backward results, its sum, its state."""
 
     device = "toy"
     pid = None
@@ -57,6 +58,8 @@ class ToyStage:
         self.vectors: dict[str, Vector] = {**shared, "parameters": self.parameters}
         self.forward_s = forward_s
         self.is_lost = False
+        self.lie = ""
+        self._first = self.parameters.copy()
         self._recipe = recipe
 
     async def open(self) -> tuple[VectorLayout, Vector]:
@@ -75,23 +78,36 @@ class ToyStage:
         forward = np.frombuffer(inputs.forward, np.float32).reshape(-1, WIDTH)
         backward = np.frombuffer(inputs.backward, np.float32).reshape(-1, WIDTH)
         rows = np.frombuffer(inputs.ids, np.int32).reshape(inputs.n, -1) if inputs.ids else np.zeros((0, 1), int)
-        total = self.vectors[f"sum{request.into}"]
+        total = self.vectors[CHECKED if act == "check" else f"sum{request.into}"]
         parameters = self.vectors["previous" if request.on_previous else "parameters"].copy()
+        if self.lie == "never updated":
+            parameters = self._first
         if request.is_fresh:
             total[:] = 0
         if act == "embed":
             return 0.0, np.stack([_point(int(row[0]), WIDTH).astype(np.float32) for row in rows]).tobytes()
         if act == "forward":
-            return 0.0, (forward + parameters).tobytes()
+            return 0.0, ((forward + parameters) * (1.2 if self.lie == "forward" else 1)).tobytes()
         if act == "backward":
+            total += backward.sum(0) * (-1 if self.lie == "sum" else 1)
+            return 0.0, (backward * (-1 if self.lie == "backward" else 1)).tobytes()
+        if act == "check":
             total += backward.sum(0)
-            return 0.0, backward.tobytes()
+            errors = [_errors(inputs.given_forward, forward + parameters), _errors(inputs.given_backward, backward)]
+            return 0.0, msgspec.msgpack.encode(StageErrors(*errors))
         out = forward + parameters
         if act == "add":
             total += out.sum(0)
         return float((out * out).sum()) / 2, out.tobytes()
 
     async def close(self) -> None: ...
+
+
+def _errors(given: bytes, own: Vector) -> tuple[float, ...]:
+    if not given:
+        return ()
+    there = np.frombuffer(given, np.float32).reshape(own.shape)
+    return tuple((np.linalg.norm(there - own, axis=1) / np.linalg.norm(own, axis=1)).tolist())
 
 
 class ToyRows:
@@ -160,6 +176,7 @@ class StageWorld:
         self.world = SimWorld(seed)
         self.rng = random.Random(seed)
         self.members: dict[PeerId, StageMember] = {}
+        self.is_honest = True
         self._nursery = nursery
         self._records: dict[tuple[PeerId, RunId], tuple[float, RunRecord]] = {}
         anchor = Identity(self.rng.randbytes(32))
@@ -362,7 +379,8 @@ async def in_stages(
             world.add(*stages)
         with trio.fail_after(10 * LIMIT_S):
             yield world
-        world.check()
+        if world.is_honest:
+            world.check()
         nursery.cancel_scope.cancel()
 
 

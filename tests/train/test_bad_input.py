@@ -53,7 +53,6 @@ MEMBERS = (GroupMember("a", 0, 4, True), GroupMember("b", 0, 4, True))
         (HEAD + 'stages = 2\nsynchronisation = "diloco"\n', "stages cannot be"),
         (HEAD + 'stages = 2\nprecision = "float64"\n', "does not travel between stages"),
         (HEAD + 'stages = 2\nrobust = "clip"\n', "robust"),
-        (HEAD + "stages = 2\naudit = 32\n", "audit = 32 cannot be"),
         (HEAD + 'stages = 2\ntrain = "lora"\nlora = {targets = ["q_proj"]}\n', "every member holds all of it"),
         (HEAD + 'activations = "int8"\n', "stages says how many"),
         (HEAD + 'synchronisation = "often"\n', "synchronisation"),

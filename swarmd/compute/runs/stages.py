@@ -6,11 +6,13 @@ more than one block's graph and gradients are in memory beside the stage's param
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,11 +21,12 @@ from swarmd.compute.model import skeleton
 from swarmd.compute.passes.family import MOST_ARITY, PROBE_ERRORS, FamilyForward
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.shared_vectors import DTYPES, SharedVectors
-from swarmd.errors import ConfigError
+from swarmd.errors import ConfigError, RemoteProtocolError
+from swarmd.plan.trust.equality import bound_of_codec, measure_errors
 from swarmd.protocol.models.configuration import count_layers, layout_of
 from swarmd.protocol.models.manifest import read_config
-from swarmd.protocol.runs.recipe import ENDS, PREVIOUS, Recipe
-from swarmd.protocol.wire.worker import ComputeStage, StageInputs
+from swarmd.protocol.runs.recipe import CHECKED, ENDS, PREVIOUS, Recipe
+from swarmd.protocol.wire.worker import ComputeStage, StageErrors, StageInputs
 from swarmd.values import Span
 from swarmd.wire.activations import decode_untrusted, encode_activations, encode_gradient
 
@@ -65,30 +68,75 @@ class TrainedStage:
 
     def compute(self, message: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
         """Compute one pass; returns the summed loss, of a head, and what goes on. Raises RemoteProtocolError."""
-        torch.manual_seed(message.seed)
         self._vectors.use(PREVIOUS if message.on_previous else "parameters")
         self._vectors.fetch_parameters()
+        if message.act == "check":
+            return self._check(message, inputs)
         total = self._vectors.shared[f"sum{message.into}"]
-        add = partial(self._add, self._vectors.cut(total))
-        shape = (inputs.n, self._recipe.batch.tokens, self._part.width)
-        forward = self._decode(inputs.forward, shape)
-        backward = self._decode(inputs.backward, shape)
-        ids = torch.frombuffer(bytearray(inputs.ids or bytes(4)), dtype=torch.int32).long().to(self._device)
         if message.is_fresh:
             total.zero_()
+        return self._pass(message.act, message, inputs, partial(self._add, self._vectors.cut(total)))
+
+    def _pass(self, act: str, message: ComputeStage, inputs: StageInputs, add: Add) -> tuple[float, bytes]:
+        torch.manual_seed(message.seed)
+        shape = self._shape(inputs.n)
+        forward = self._decode(inputs.forward, shape)
+        backward = self._decode(inputs.backward, shape)
         codec = self._recipe.activations
-        loss = 0.0
         if isinstance(self._part, _Blocks):
-            if message.act == "forward":
-                return loss, encode_activations(self._part.forward(message.batch, forward), codec)
-            return loss, encode_gradient(self._part.backward(message.batch, forward, backward, add), codec)
-        ids = ids.view(inputs.n, -1)
-        if message.act == "embed":
-            return loss, encode_activations(self._part.embed(ids), codec)
-        if message.act == "head":
+            if act == "forward":
+                return 0.0, encode_activations(self._part.forward(message.batch, forward, message.seed), codec)
+            gradient = self._part.backward(message.batch, forward, backward, message.seed, add)
+            return 0.0, encode_gradient(gradient, codec)
+        ids = torch.frombuffer(bytearray(inputs.ids), dtype=torch.int32).long().to(self._device).view(inputs.n, -1)
+        if act == "embed":
+            return 0.0, encode_activations(self._part.embed(ids), codec)
+        if act == "head":
             loss, gradient = self._part.head(ids, forward)
             return loss, encode_gradient(gradient, codec)
         return self._part.add(ids, forward, backward, add), b""
+
+    # What another holder's passes take, and what has come of them there, is computed and compared here. Both sides
+    # have gone through the run's codec:
+    #
+    #     blocks   forward --> given_forward      backward --> given_backward, and gradients to the sum
+    #     ends     ids ------> given_forward      forward ---> given_backward; then gradients, of all three
+    def _check(self, message: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
+        """Compute another holder's passes again, add to a sum of their own, and say by how much it is off."""
+        total = self._vectors.shared[CHECKED]
+        if message.is_fresh:
+            total.zero_()
+        add = partial(self._add, self._vectors.cut(total))
+        if isinstance(self._part, _Blocks):
+            entered = inputs.forward, inputs.backward
+            _, forward = self._pass("forward", message, inputs, add)
+            loss, backward = self._pass("backward", message, inputs, add)
+        else:
+            entered = b"", b""
+            _, forward = self._pass("embed", message, inputs, add)
+            _, backward = self._pass("head", message, inputs, add)
+            loss, _ = self._pass("add", message, inputs, add)
+        errors = StageErrors(
+            self._measure(inputs.n, entered[0], inputs.given_forward, forward),
+            self._measure(inputs.n, entered[1], inputs.given_backward, backward),
+        )
+        return loss, msgspec.msgpack.encode(errors)
+
+    def _measure(self, n: int, entered: bytes, given: bytes, own: bytes) -> tuple[float, ...]:
+        """Measure by how much each token of a result is off, by what was added to what ``entered``; () of none."""
+        shape = self._shape(n)
+        inputs = self._decode(entered, shape) if entered else torch.zeros(shape)
+        if not given:
+            return ()
+        try:
+            outputs = self._decode(given, shape)
+        except RemoteProtocolError:
+            return (math.inf,) * shape[1]
+        of, there, here = (v.cpu().numpy() for v in (inputs, outputs, self._decode(own, shape)))
+        return tuple(measure_errors(of, there, here, bound_of_codec(self._recipe.activations)).tolist())
+
+    def _shape(self, n: int) -> tuple[int, int, int]:
+        return n, self._recipe.batch.tokens, self._part.width
 
     def _decode(self, raw: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
         return decode_untrusted(raw, shape).to(self._device) if raw else torch.zeros(0)
@@ -127,32 +175,33 @@ class _Blocks:
             for block in span.blocks()
         }
 
-    def forward(self, batch: str, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: str, hidden: torch.Tensor, seed: int) -> torch.Tensor:
         """Compute all blocks of hidden states [b, t, d], and keep what entered each."""
         entered = []
         with torch.no_grad():
             for block in self._span.blocks():
                 entered.append(hidden)
-                hidden = self._compute_block(block, hidden)
+                hidden = self._compute_block(block, hidden, seed)
         self._kept[batch] = entered
         while len(self._kept) > 1 and self._kept_bytes() > KEPT_BYTES:
             self._kept.popitem(last=False)
         return hidden
 
-    def backward(self, batch: str, hidden: torch.Tensor, gradient: torch.Tensor, add: Add) -> torch.Tensor:
+    def backward(self, batch: str, hidden: torch.Tensor, gradient: torch.Tensor, seed: int, add: Add) -> torch.Tensor:
         """Add the gradients of all parameters, and return that by what entered the stage: all are [b, t, d]."""
         if batch not in self._kept:
-            self.forward(batch, hidden)
+            self.forward(batch, hidden, seed)
         entered = self._kept.pop(batch)
         for block in reversed(self._span.blocks()):
             inputs = entered.pop().requires_grad_(True)
             parameters = self._parameters[block]
-            outputs = self._compute_block(block, inputs)
+            outputs = self._compute_block(block, inputs, seed)
             gradient, *of_parameters = torch.autograd.grad(outputs, [inputs, *parameters], gradient, allow_unused=True)
             add(parameters, list(of_parameters))
         return gradient
 
-    def _compute_block(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _compute_block(self, block: int, hidden: torch.Tensor, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed + block)  # what drops out of a block does so in each of its passes
         positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[0], -1)
         mask = torch.ones_like(positions) if self._wants_mask else None
         return self._family.compute(hidden, positions, mask, None, 0, Span(block, block + 1))
@@ -165,7 +214,7 @@ class _Blocks:
         for wants_mask in (False, True):
             self._wants_mask = wants_mask
             try:
-                self._compute_block(self._span.start, torch.zeros(1, 2, self.width, device=self._family.device))
+                self._compute_block(self._span.start, torch.zeros(1, 2, self.width, device=self._family.device), 0)
             except PROBE_ERRORS:
                 continue
             return wants_mask

@@ -14,7 +14,7 @@ from swarmd.values import Decision, PeerId
 STATE_BYTES = 16  # of a parameter: itself, its gradients' sum, and two moments, in float32
 OTHER_BYTES = 600 * 10**6  # of a holder: daemon and worker with their libraries, and the graph of a block
 USABLE_SHARE = 0.5  # of a member's memory: the rest is its user's, and files' in whose place others come
-PER_STAGE = 2  # micro-batches under way for each stage: one is computed while the next one travels
+PER_HOLDER = 2  # micro-batches under way: one is computed while the next one travels
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,22 @@ def choose_holder(holders: Mapping[PeerId, HolderLoad], now: float) -> Decision[
     return Decision(best, f"it has {free[best].n_under_way} under way")
 
 
-def size_of_next(target: int, gathered: float, under_way: int, micro: int, n_stages: int) -> int:
-    """How many samples a driver sends next; 0: none now. ``under_way``: its own samples that are not back yet."""
+def micro_batches_at_once(n_holders: Iterable[int], n_drivers: int) -> int:
+    """How many micro-batches a driver has under way: its part of two for each holder, and two for each stage.
+
+    ``n_holders``: of each stage of blocks, 0 where that is not known.
+    """
+    holders = [max(1, n) for n in n_holders]
+    return PER_HOLDER * max(len(holders), math.ceil(sum(holders) / n_drivers))
+
+
+def size_of_next(target: int, gathered: float, under_way: int, micro: int, at_once: int) -> int:
+    """How many samples a driver sends next; 0: none now. ``under_way``: its own samples that are not back yet.
+
+    ``at_once``: micro-batches (``micro_batches_at_once``).
+    """
     lacking = math.ceil(target - gathered) - under_way
-    if under_way >= PER_STAGE * n_stages * micro:
+    if under_way >= at_once * micro:
         return 0
     return max(0, min(micro, lacking))
 

@@ -209,8 +209,9 @@ def judge_by_own_result(
     equals_own: Decision[bool] | Decision[bool | None],
     *,
     is_clear: bool = True,
+    fault: Fault = Fault.WRONG_RESULTS,
 ) -> Ruling:
-    """Judge an answer by what this machine computes itself.
+    """Judge an answer by what this machine computes itself; ``fault`` is held against who is wrong.
 
     ``equals_own``: None where what comes of it here says nothing. ``accuser``: who says that it is wrong, if anybody;
     it is blamed only where the opposite is clear (``is_clear``), for near a bound honest machines differ.
@@ -218,7 +219,7 @@ def judge_by_own_result(
     if equals_own.action is None:
         return Ruling(AuditVerdict.UNDECIDED, equals_own.reason)
     if not equals_own.action:
-        return Ruling(AuditVerdict.WRONG, equals_own.reason, _charge(Fault.WRONG_RESULTS, examined))
+        return Ruling(AuditVerdict.WRONG, equals_own.reason, _charge(fault, examined))
     charges: tuple[Charge, ...] = ()
     if accuser is not None and is_clear:
         charges = _charge(Fault.FALSE_ACCUSATION, accuser)

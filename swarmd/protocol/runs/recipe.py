@@ -31,6 +31,7 @@ MAX_ANCHORS = 31  # a majority of them signs each commit
 AGAIN = ("parameters", "sum")  # shared vectors where somebody's draws are computed once more
 LOCAL = "local"  # a peer's own parameters, where it takes steps by itself
 PREVIOUS = "previous"  # the parameters before the last update, which late micro-batches come back on
+CHECKED = "checked"  # the sum of what another holder of a stage has added, where it is computed again
 ENDS = 0  # the stage of embedding and head; the stages of blocks are counted from 1
 _OF_CODECS = {  # which codecs a key of [parts] is for
     "keep": ("topk",),
@@ -245,8 +246,6 @@ class Recipe(RecipeTable, frozen=True):
     @property
     def why_not_audited(self) -> str:
         """Why what its members give cannot be computed again by others; "" when it can."""
-        if self.is_in_stages:
-            return "what a stage adds up comes of what other stages sent it, which nobody keeps"
         if self.steps_inside:
             return "diloco's inner moments are each peer's own"
         if self.parts.codec in _OF_CODECS["decay"]:
@@ -278,7 +277,8 @@ class Recipe(RecipeTable, frozen=True):
     def shared_vectors(self) -> tuple[str, ...]:
         """What daemon and training worker share: the run's parameters first, then what the worker writes."""
         if self.is_in_stages:
-            return ("parameters", "sum0", "sum1", PREVIOUS) if self.overlaps else ("parameters", "sum0")
+            others = ("sum1", PREVIOUS) if self.overlaps else ()
+            return ("parameters", "sum0", *others, *((CHECKED,) if self.audit else ()))
         if self.steps_inside:
             return ("parameters", LOCAL, *self.optimizer.moments)
         return ("parameters", "sum0", "sum1")

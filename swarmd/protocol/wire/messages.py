@@ -462,6 +462,8 @@ Known = (
     | rounds.Contradict
     | stages.StageForward
     | stages.StageBackward
+    | stages.StageWatch
+    | stages.StageCopy
     | stages.StageDone
     | stages.StageForget
     | stages.WantActivations

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from swarmd.protocol.fields import Count, Digest, Message, Name, Request, SessionKey, Text
+from swarmd.protocol.fields import Count, Digest, Message, Name, Request, SessionKey, Stage, Text
 from swarmd.protocol.runs.backing import ContributionShare, Sums
 from swarmd.protocol.runs.commit import MAX_CONTRIBUTORS, Ballot, Finite, Size
 
@@ -293,9 +293,12 @@ class Pulse(Message, tag="pulse", frozen=True):
 class Contradict(Message, tag="contradict", frozen=True):
     """Member to all: I computed again what ``peer`` gave to the commit after ``parent``, and something else came of it.
 
-    The payload is its share, which it has signed; the state that it was computed on can be had from me.
+    The payload is its share, which it has signed; the state that it was computed on can be had from me. In a run in
+    stages it goes to drivers, too: ``run`` is their ledger then, and ``stage`` and ``update`` name the commit.
     """
 
     run: Name = ""
     peer: Name = ""
     parent: Digest = b""
+    stage: Stage | None = None
+    update: Count = 0

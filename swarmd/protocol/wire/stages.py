@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from swarmd.protocol.fields import Count, Index, Message, Name, Part, Request
+from swarmd.protocol.fields import Count, Digest, Index, Message, Name, Part, Request, Stage
 from swarmd.protocol.runs.commit import Finite
 
 NumberOfDraws = Annotated[int, msgspec.Meta(ge=1, le=4_096)]
@@ -18,7 +18,8 @@ NumberOfDraws = Annotated[int, msgspec.Meta(ge=1, le=4_096)]
 class StagePass(Request, frozen=True):
     """Driver to holder: compute a pass of draws ``first`` to ``first + n`` of ``driver``, on the state of ``update``.
 
-    ``run`` is the stage's ledger, which says which state that is. ``source`` has what goes forward.
+    ``run`` is the stage's ledger, which says which state that is. ``source`` has what goes forward, and has told the
+    driver its SHA-256: what comes from there must be that.
     """
 
     run: Name = ""
@@ -27,6 +28,7 @@ class StagePass(Request, frozen=True):
     first: Count = 0
     n: NumberOfDraws = 1
     source: Name = ""
+    source_digest: Digest = b""
 
 
 class StageForward(StagePass, tag="stage_forward", frozen=True):
@@ -40,19 +42,44 @@ class StageBackward(StagePass, tag="stage_backward", frozen=True):
     """
 
     gradient_source: Name = ""
+    gradient_digest: Digest = b""
     loss: Finite = 0.0
+
+
+class StageWatch(Message, tag="stage_watch", frozen=True):
+    """Holder to drivers: tell me of each micro-batch that ``peer`` adds on the state of ``update``: I compute it again.
+
+    ``run`` is the ledger of the model's ends; ``stage`` is that of both holders.
+    """
+
+    run: Name = ""
+    stage: Stage = 0
+    peer: Name = ""
+    update: Count = 0
+
+
+class StageCopy(StageBackward, tag="stage_copy", frozen=True):
+    """Driver to a holder that watches ``peer``: it has added this micro-batch. Answered by ``StageDone``.
+
+    ``forward_digest`` and ``backward_digest`` are of what it says has come of it.
+    """
+
+    peer: Name = ""
+    forward_digest: Digest = b""
+    backward_digest: Digest = b""
 
 
 class StageDone(Message, tag="stage_done", frozen=True):
     """Holder to driver: it is computed; or (not ``is_done``) the state here is that of another update by now.
 
-    ``lacks``: which of the two could not be had from whom the driver named.
+    ``lacks``: which of the two could not be had from whom the driver named. ``digest``: SHA-256 of what came of it.
     """
 
     re: Count = 0
     is_done: bool = True
     update: Count = 0
     lacks: Literal["", "forward", "backward"] = ""
+    digest: Digest = b""
 
 
 class StageForget(Message, tag="stage_forget", frozen=True):

@@ -216,10 +216,11 @@ class ComputeStage(Message, tag="compute_stage", frozen=True):
     Of blocks: ``forward``, and ``backward``, which adds the gradients of the stage's parameters to its sum. Of a
     model's ends: ``embed``, ``head``, which gives the gradient by what left the last block, and ``add``, which adds the
     gradients of both ends, to sum ``into``. ``is_fresh``: the sum begins anew with it. ``on_previous``: computed on the
-    parameters before the last update.
+    parameters before the last update. ``check``: all passes of a micro-batch that another holder has computed, added to
+    a sum of their own, and compared.
     """
 
-    act: Literal["forward", "backward", "embed", "head", "add"] = "forward"
+    act: Literal["forward", "backward", "embed", "head", "add", "check"] = "forward"
     batch: Text = ""
     is_fresh: bool = False
     seed: Count = 0
@@ -229,16 +230,28 @@ class ComputeStage(Message, tag="compute_stage", frozen=True):
 
 
 class StageInputs(msgspec.Struct, frozen=True, array_like=True):
-    """What a pass takes: int32 token ids [n, t + 1], what came forward, what came back (wire.activations)."""
+    """What a pass takes: int32 token ids [n, t + 1], what came forward, what came back (wire.activations).
+
+    ``given_forward`` and ``given_backward``: what another holder says has come of it.
+    """
 
     n: Count = 0
     ids: bytes = b""
     forward: bytes = b""
     backward: bytes = b""
+    given_forward: bytes = b""
+    given_backward: bytes = b""
+
+
+class StageErrors(msgspec.Struct, frozen=True, array_like=True):
+    """By how much another holder's results are off, of each token [t] (plan.trust.equality.measure_errors)."""
+
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
 
 
 class StageComputed(Message, tag="stage_computed", frozen=True):
-    """Worker to daemon: the payload is what goes forward or back; ``loss`` is the rows' sum, nats a token each.
+    """Worker to daemon: the payload is what goes forward or back, or ``StageErrors``; ``loss`` is the rows' sum.
 
     ``failure``: why it could not be computed of what came; nothing was added then.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import trio
@@ -23,7 +23,7 @@ from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.commit import Commit
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.rounds import Contradict
-from swarmd.train.gradients.recheck import Recheck, open_recheck
+from swarmd.train.gradients.recheck import Held, Recheck, open_recheck
 from swarmd.train.store.members import Members
 from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices, Wakeups, tell_peer
@@ -127,17 +127,8 @@ class Accusations:
         sealed = next(following, None)
         if sealed is None:
             return None
-        commit = sealed.commit
-        peers = [c.peer for c in commit.contributors]
-        if peer not in peers or accuser not in peers or accuser == peer:
-            raise IntegrityError("both must have contributed")
-        place = peers.index(peer)
-        late = commit.late[place] if commit.late else 0
-        anew = commit.anew[place] if commit.anew else False
-        is_counted = share.n >= 1 and share.counted(peer) == commit.contributors[place]
-        if not is_counted or (share.late, share.anew) != (late, anew):
-            raise IntegrityError("no such contribution is counted")
-        return commit
+        require_counted(sealed.commit, peer, share, accuser)
+        return sealed.commit
 
     async def _fetch_states(self, case: Recheck, accuser: PeerId, state: RunState) -> None:
         """Get the states that a contribution was computed on from who found it wrong; their hashes are commits'."""
@@ -166,26 +157,28 @@ class Accusations:
 
     # --- what is said here ---------------------------------------------------------------------------------------
 
-    async def tell_members(self, case: Recheck) -> None:
+    async def tell_members(
+        self, peer: PeerId, commit: Commit, share: ContributionShare, states: Mapping[bytes, Held]
+    ) -> None:
         """Have the others see for themselves, and the contributor know: its machine may be broken."""
         until = trio.current_time() + EVIDENCE_S
         evidence = dict(self._evidence)
-        for root, state in case.states.items():
+        for root, state in states.items():
             if isinstance(state, Snapshot):
                 evidence[root] = (state, until)
         self._evidence = dict(list(evidence.items())[-MAX_EVIDENCE:])
         message = Contradict(
             run=self._ledger.run.id,
-            peer=case.peer,
-            parent=case.commit.parent,
+            peer=peer,
+            parent=commit.parent,
         )
-        payload = msgspec.msgpack.encode(case.share)
+        payload = msgspec.msgpack.encode(share)
         async with trio.open_nursery() as nursery:
-            for peer in self._members.look(trio.current_time()):
+            for member in self._members.look(trio.current_time()):
                 nursery.start_soon(
                     tell_peer,
                     self._services.rpc,
-                    peer,
+                    member,
                     lambda channel: channel.send(message, payload),
                 )
 
@@ -199,3 +192,16 @@ class Accusations:
         expired = [root for root, (_, until) in self._evidence.items() if until <= now]
         for root in expired:
             del self._evidence[root]
+
+
+def require_counted(commit: Commit, peer: PeerId, share: ContributionShare, accuser: PeerId) -> None:
+    """Check that a commit counts this share, and something of who says that it is wrong. Raises IntegrityError."""
+    peers = [c.peer for c in commit.contributors]
+    if peer not in peers or accuser not in peers or accuser == peer:
+        raise IntegrityError("both must have contributed")
+    place = peers.index(peer)
+    late = commit.late[place] if commit.late else 0
+    anew = commit.anew[place] if commit.anew else False
+    is_counted = share.n >= 1 and share.counted(peer) == commit.contributors[place]
+    if not is_counted or (share.late, share.anew) != (late, anew):
+        raise IntegrityError("no such contribution is counted")

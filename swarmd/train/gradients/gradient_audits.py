@@ -16,10 +16,12 @@ from swarmd.errors import SwarmError
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.trust import gradient_audits
 from swarmd.plan.trust.gradient_audits import RecheckResult
-from swarmd.plan.trust.judge import AuditVerdict, judge_by_own_result
+from swarmd.plan.trust.judge import AuditVerdict, Ruling, judge_by_own_result
+from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
+from swarmd.protocol.runs.recipe import ENDS
 from swarmd.protocol.wire.rounds import Contradict
 from swarmd.train.gradients.accusations import Accusations
 from swarmd.train.gradients.recheck import Recheck, open_recheck
@@ -28,7 +30,7 @@ from swarmd.train.store.members import Members
 from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices, Wakeups
 from swarmd.train.vectors.state import RunState, Snapshot
-from swarmd.values import PeerId
+from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,8 @@ class GradientAudits:
         """Why nothing is computed again here; "" when it is."""
         if not self._recipe.audit:
             return self._recipe.why_not_audited or "the recipe asks for none"
+        if self._ledger.run.stage is not None:  # train.stages.auditing
+            return "who drives is not computed again" if self._ledger.run.stage == ENDS else ""
         return self._source.why_not_again if self._source is not None else "this peer does not compute"
 
     # --- whom to look at -----------------------------------------------------------------------------------------
@@ -116,16 +120,12 @@ class GradientAudits:
         """
         self.accusations.expire()
         state = self._state
-        backed = self._backed()
         watched = self._watched
         self._watched = None
-        if state is None or self.why_not or self._drawn_case is not None or backed is None:
+        if state is None or self.why_not or self._drawn_case is not None:
             return
-        if backed.body != commits.encode(commit):
-            return
-        peers = [PeerId(c.peer) for c in commit.contributors]
-        shares = dict(zip(peers, backed.shares, strict=True))
-        drawn = self._draw_contributor(shares)
+        shares = self.shares_of(commit)
+        drawn = self.draw_contributor(shares)
         snapshot: Snapshot | None = None
         if self._recipe.overlaps:
             if drawn is not None:
@@ -145,7 +145,16 @@ class GradientAudits:
         """Forget whom to look at next: the state here no longer follows from the one that was held."""
         self._watched = None
 
-    def _draw_contributor(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
+    def shares_of(self, commit: Commit) -> dict[PeerId, ContributionShare]:
+        """Return what each contributor has signed of a commit, if this peer has seen it: it stood for it itself."""
+        backed = self._backed()
+        if backed is None or backed.body != commits.encode(commit):
+            return {}
+        peers = [PeerId(c.peer) for c in commit.contributors]
+        return dict(zip(peers, backed.shares, strict=True))
+
+    def draw_contributor(self, shares: dict[PeerId, ContributionShare]) -> PeerId | None:
+        """Draw whose work is computed again here, if anybody's."""
         n_samples = {peer: float(share.n) for peer, share in shares.items()}
         rates = {p: gradient_audits.recheck_rate(self._n_right(p), self._recipe.audit) for p in shares}
         decision = gradient_audits.draw_recheck(rates, n_samples, self._me, self._services.rng.random())
@@ -218,24 +227,40 @@ class GradientAudits:
         """Compare what was computed with what its contributor signed, and do what follows (plan.trust.judge)."""
         recomputed, rounding = await self._services.off_loop(case.compute_result, self._ledger)
         share = case.share
-        peer = case.peer[-8:]
-        update = case.commit.epoch
         signed = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
-        comparison = gradient_audits.is_same(signed, recomputed, rounding)
-        ruling = judge_by_own_result(case.peer, case.accuser, comparison)
         case.request = None
+        comparison = gradient_audits.is_same(signed, recomputed, rounding)
+        ruling = self.rule(case.peer, case.commit, comparison, case.accuser)
+        if ruling.verdict is AuditVerdict.WRONG and case.accuser is None:
+            await self.accusations.tell_members(case.peer, case.commit, share, case.states)
+        self.charge(ruling, case.commit)
+
+    def rule(
+        self,
+        peer: PeerId,
+        commit: Commit,
+        comparison: Decision[bool | None],
+        accuser: PeerId | None = None,
+        fault: Fault = Fault.WRONG_RESULTS,
+    ) -> Ruling:
+        """Judge a peer's part in a commit (plan.trust.judge), and count it; ``fault`` is what a wrong one is."""
+        ruling = judge_by_own_result(peer, accuser, comparison, fault=fault)
+        update = commit.epoch
         self.counts.checked += 1
-        why = f"{peer} gave to update {update} what comes of its draws"
         if ruling.verdict is AuditVerdict.UNDECIDED:
-            logger.warning("what %s gave to update %d says nothing: %s", peer, update, ruling.reason)
-        elif ruling.is_cleared:
-            logger.info("what %s gave to update %d, computed again: %s", peer, update, ruling.reason)
-        else:
-            logger.warning("what %s gave to update %d is wrong: %s", peer, update, ruling.reason)
-            why = f"its gradients of update {update}"
+            logger.warning("what %s gave to update %d says nothing: %s", peer[-8:], update, ruling.reason)
+        elif ruling.verdict is AuditVerdict.WRONG:
+            logger.warning("what %s gave to update %d is wrong: %s", peer[-8:], update, ruling.reason)
             self.counts.wrong += 1
-            self._wrong_at[case.peer] = self._ledger.n_contributions.get(case.peer, 0)
-            if case.accuser is None:
-                await self.accusations.tell_members(case)
+            self._wrong_at[peer] = self._ledger.n_contributions.get(peer, 0)
+        else:
+            logger.info("what %s gave to update %d, computed again: %s", peer[-8:], update, ruling.reason)
+        return ruling
+
+    def charge(self, ruling: Ruling, commit: Commit, witness: str = "") -> None:
+        """Hold against peers what was ruled: others are told before, since who is shunned is told nothing.
+
+        ``witness``: this peer, where what it finds is one word among others'.
+        """
         for charged, fault in ruling.faults.items():
-            self._standing.fault(charged, fault, why)
+            self._standing.fault(charged, fault, f"what was given to update {commit.epoch}: {ruling.reason}", witness)

@@ -11,6 +11,7 @@ from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.trust.gradient_audits import RecheckResult
 from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.runs.commit import Commit
+from swarmd.protocol.runs.recipe import Recipe
 from swarmd.train.gradients.source import GradientSource, RecheckRequest
 from swarmd.train.vectors.clipping import clip_total
 from swarmd.train.vectors.codecs import codec_of
@@ -82,20 +83,24 @@ class Recheck:
         recipe = ledger.run.recipe
         commit = self.commit
         n = self.share.n
-        codec = codec_of(recipe)
         total = self.request.total
         if recipe.robust == "clip":
             state = self.states[commit.state]
             moments = {name: _read_vector(state, name) for name in recipe.optimizer.moments}
             centre = centre_of(recipe, moments, ledger.steps_at(commit.epoch - 1))
             total = clip_total(total, n, centre, contribution_radius(ledger, n, commit.epoch))
-        rounding = 0.0
-        if not codec.is_plain:
-            total = codec.code(total).values
-            rounding = codec.rounding(total) / 8  # both round nearly the same: few elements go another way
-        directions = directions_of(recipe, commit.parent, len(total), commit.average)
-        sums = directions.project(total, 0)
-        return RecheckResult(self.loss, math.sqrt(squares_of(total)), sums), rounding
+        return result_of(recipe, commit, total, self.loss)
+
+
+def result_of(recipe: Recipe, commit: Commit, total: Vector, loss: float) -> tuple[RecheckResult, float]:
+    """Compute what a sum comes to, coded as the recipe says, and what rounding may change. Call it in a thread."""
+    codec = codec_of(recipe)
+    rounding = 0.0
+    if not codec.is_plain:
+        total = codec.code(total).values
+        rounding = codec.rounding(total) / 8  # both round nearly the same: few elements go another way
+    directions = directions_of(recipe, commit.parent, len(total), commit.average)
+    return RecheckResult(loss, math.sqrt(squares_of(total)), directions.project(total, 0)), rounding
 
 
 def open_recheck(

@@ -6,6 +6,7 @@ import logging
 import math
 from contextlib import AbstractAsyncContextManager
 
+import msgspec
 import trio
 
 from swarmd.errors import Code, Refused
@@ -15,7 +16,7 @@ from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.samples import seed_of
 from swarmd.plan.runs.workload import Workload
 from swarmd.protocol.runs.commit import Commit, DrawRange
-from swarmd.protocol.wire.worker import ComputeStage, StageInputs
+from swarmd.protocol.wire.worker import ComputeStage, StageErrors, StageInputs
 from swarmd.train.gradients.source import SourceLost
 from swarmd.train.stages.micro_batches import KeptMicroBatch, KeptMicroBatches
 from swarmd.train.stages.source import Act, StageSource
@@ -163,6 +164,12 @@ class StageComputing:
     async def add_ends(self, batch: KeptMicroBatch, ids: bytes, left: bytes, gradient: bytes, loss: float) -> None:
         """Add the gradients of both ends of the model."""
         await self._compute_and_add(batch, "add", StageInputs(batch.n, ids, left, gradient), loss)
+
+    async def check(self, batch: KeptMicroBatch, inputs: StageInputs, is_fresh: bool) -> StageErrors:
+        """Compute again what another holder did, adding to a sum of its own (CHECKED). Raises Stale or SwarmError."""
+        async with self._turns.take("check"):
+            _, raw = await self._ask(batch, "check", inputs, is_fresh)
+        return msgspec.msgpack.decode(raw, type=StageErrors)
 
     async def _compute_and_add(
         self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, loss: float
@@ -332,7 +339,7 @@ class StageComputing:
             self.busy = self._computed_s / max(now - self._settled_at, 1e-6)
             self._computed_s = 0.0
             self._settled_at = now
-            self.batches.forget_before(commit.epoch - (1 if self._recipe.overlaps else 0))
+            self.batches.forget_before(commit.epoch - (1 if self._recipe.overlaps else 0), commit.epoch - 1)
             self._begun_at = {}
         self._is_ending = False
         if self._feedback is not None:

@@ -16,12 +16,13 @@ from typing import Any
 import trio
 
 from swarmd.errors import PeerError, PeerTimeout, Refused, SwarmError, SwarmUnavailable, Unreachable
+from swarmd.net.tasks import Tasks
 from swarmd.plan.runs.ledger import Ledger
-from swarmd.plan.runs.stages import HolderLoad, choose_holder, next_draw, size_of_next
+from swarmd.plan.runs.stages import HolderLoad, choose_holder, micro_batches_at_once, next_draw, size_of_next
 from swarmd.protocol.runs.recipe import ENDS, Run
-from swarmd.protocol.wire.stages import StageBackward, StageForward
+from swarmd.protocol.wire.stages import StageBackward, StageCopy, StageForward, StagePass, StageWatch
 from swarmd.train.stages.computing import StageComputing, Stale
-from swarmd.train.stages.holding import Lacking, StageHolder
+from swarmd.train.stages.holding import Direction, Lacking, StageHolder
 from swarmd.train.stages.micro_batches import KeptMicroBatch
 from swarmd.train.store.data import Data
 from swarmd.train.store.members import Members
@@ -37,17 +38,24 @@ RETRY_S = 0.5  # between two looks for who holds a stage
 FIRST_PASS_S = 150.0  # while it is not known how long passes take
 LEAST_PASS_S = 20.0  # a pass beside other programs on a volunteer's machine, and its way there
 SLOWEST = 10.0  # times what passes of a holder take: others may have sent it many
+COPY_S = 20.0  # for a holder that computes a micro-batch again to fetch what that takes
+FURTHEST_WATCH = 2  # updates ahead: who is watched is drawn one ahead, and the state here may be one behind
 SMOOTHING = 0.3  # weight of the newest pass in how long a holder takes
 
 
 @dataclass(slots=True)
 class Trip:
-    """A micro-batch on its way: who holds what left each stage of it, this peer's ends first and last."""
+    """A micro-batch on its way: who holds what left each stage of it, this peer's ends first and last.
+
+    ``digests``: what they say of that, which is what others get of it.
+    """
 
     batch: KeptMicroBatch
     ids: bytes
     holders: dict[int, PeerId]
+    digests: dict[tuple[int, Direction], bytes] = field(default_factory=dict)
     loss: float = math.nan
+    is_done: bool = False
     n_failed: int = 0
     asked: set[tuple[int, PeerId]] = field(default_factory=set)
 
@@ -77,6 +85,7 @@ class Driver:
         members: Members,
         data: Data,
         news: Wakeups,
+        tasks: Tasks,
     ) -> None:
         self.doing = ""
         self.n_under_way = 0
@@ -89,8 +98,11 @@ class Driver:
         self._members = members
         self._data = data
         self._news = news
+        self._tasks = tasks
         self._next = 0
         self._samples_under_way = 0
+        self._n_holders: dict[int, int] = {}  # of each stage, when one was last chosen
+        self._watched: dict[tuple[int, PeerId, int], tuple[PeerId, int]] = {}  # by stage and auditor, two updates each
         self._seen: dict[tuple[int, PeerId], HolderLoad] = {}
         self._last_stage = len(run.recipe.first_blocks)
 
@@ -120,13 +132,16 @@ class Driver:
     def _size_of_next(self) -> int:
         work = self._computing.work
         gathered = work.since.n if self._recipe.overlaps else work.n
-        for member in self._members.progress(trio.current_time()):
+        others = self._members.progress(trio.current_time())
+        for member in others:
             if member.head == self._ledger.head:
                 gathered += member.n_samples
         batch = self._recipe.batch
         # Where rounds overlap with computing, what comes after the target is of the next update: nothing runs dry.
         n_wanted = 2 * batch.target if self._recipe.overlaps else batch.target
-        return size_of_next(n_wanted, gathered, self._samples_under_way, batch.micro, self._last_stage)
+        n_holders = [self._n_holders.get(stage, 0) for stage in range(1, self._last_stage + 1)]
+        at_once = micro_batches_at_once(n_holders, 1 + len(others))
+        return size_of_next(n_wanted, gathered, self._samples_under_way, batch.micro, at_once)
 
     async def _drive(self, first: int, n: int, update: int) -> None:
         """Drive one micro-batch there and back, or give it up."""
@@ -135,13 +150,14 @@ class Driver:
             rows = await self._data.read(self._me, first, n)
             batch = self._computing.batches.open(self._me, first, n, update)
             trip = Trip(batch, rows.tobytes(), {ENDS: self._me})
-            await self._computing.forward(batch, "embed", trip.ids)
+            await self._embed(trip)
             for stage in range(1, self._last_stage + 1):
                 await self._forward(trip, stage)
             await self._head(trip)
             for stage in range(self._last_stage, 0, -1):
                 await self._backward(trip, stage)
             await self._add_ends(trip)
+            trip.is_done = True
         except Stale as stale:
             self.doing = f"draws from {first} are of update {update}; a stage is at {stale.update} by now"
         except SwarmError as error:
@@ -151,20 +167,33 @@ class Driver:
         finally:
             self._samples_under_way -= n
             self.n_under_way -= 1
-            self._computing.forget(self._me, first)
-            if trip is not None:
-                for stage, peer in trip.asked:
-                    self._holder.tell_forget(peer, self._stages[stage].run, first)
             self._news.notify()
+            if trip is not None and trip.is_done:
+                self._tasks.start_soon(self._send_copies, trip)
+            elif trip is not None:
+                self._forget(trip)
+
+    def _forget(self, trip: Trip) -> None:
+        """Forget a micro-batch that is over, and have its holders do so."""
+        self._computing.forget(self._me, trip.batch.first)
+        for stage, peer in trip.asked:
+            self._holder.tell_forget(peer, self._stages[stage].run, trip.batch.first)
 
     # --- the passes --------------------------------------------------------------------------------------------
+
+    async def _embed(self, trip: Trip) -> None:
+        """Compute what enters the first stage of blocks."""
+        await self._computing.forward(trip.batch, "embed", trip.ids)
+        trip.digests[ENDS, "forward"] = trip.batch.digest("forward")
 
     async def _forward(self, trip: Trip, stage: int) -> None:
         """Have a holder of a stage compute what leaves it. Raises Stale or SwarmError."""
         while True:
             peer = await self._choose(trip, stage)
             try:
-                await self._ask(trip, stage, peer, StageForward(**self._fields(trip, stage)))
+                trip.digests[stage, "forward"] = await self._ask(
+                    trip, stage, peer, StageForward(**self._fields(trip, stage))
+                )
             except Lacking:
                 await self._forward_again(trip, stage - 1)
                 continue
@@ -177,7 +206,7 @@ class Driver:
     async def _forward_again(self, trip: Trip, stage: int) -> None:
         """Compute again what left a stage, by another holder than the one that does not give it."""
         if stage == ENDS:
-            await self._computing.forward(trip.batch, "embed", trip.ids)
+            await self._embed(trip)
             return
         self._note_failure(trip, stage, trip.holders[stage], Unreachable("it does not give what it kept"))
         await self._forward(trip, stage)
@@ -186,13 +215,15 @@ class Driver:
         """Compute the loss, and the gradient by what left the last block."""
         left = await self._fetch_left(trip)
         trip.loss = await self._computing.head(trip.batch, trip.ids, left)
+        trip.digests[ENDS, "backward"] = trip.batch.digest("backward")
 
     async def _fetch_left(self, trip: Trip) -> bytes:
         """Fetch what left the last stage of blocks."""
         while not trip.batch.entered:
             last = self._last_stage
             try:
-                trip.batch.entered = await self._holder.fetch(trip.batch, last, trip.holders[last], "forward")
+                digest = trip.digests[last, "forward"]
+                trip.batch.entered = await self._holder.fetch(trip.batch, last, trip.holders[last], "forward", digest)
             except Lacking:
                 await self._forward_again(trip, last)
         return trip.batch.entered
@@ -202,13 +233,9 @@ class Driver:
         peer: PeerId | None = trip.holders[stage]
         while True:
             peer = peer or await self._choose(trip, stage)
-            message = StageBackward(
-                **self._fields(trip, stage),
-                gradient_source=trip.holders[(stage + 1) % (self._last_stage + 1)],
-                loss=trip.loss,
-            )
+            message = StageBackward(**self._fields_back(trip, stage))
             try:
-                await self._ask(trip, stage, peer, message)
+                trip.digests[stage, "backward"] = await self._ask(trip, stage, peer, message)
             except Lacking as lacking:
                 if lacking.direction == "forward":
                     await self._forward_again(trip, stage - 1)
@@ -219,7 +246,9 @@ class Driver:
                 self._note_failure(trip, stage, peer, error)
                 peer = None
                 continue
-            trip.holders[stage] = peer
+            if trip.holders[stage] != peer:
+                trip.holders[stage] = peer
+                del trip.digests[stage, "forward"]  # of the one before
             return
 
     async def _backward_again(self, trip: Trip, stage: int) -> None:
@@ -235,13 +264,47 @@ class Driver:
         """Add the gradients of embedding and head, once all blocks have added theirs."""
         while True:
             try:
-                gradient = await self._holder.fetch(trip.batch, 1, trip.holders[1], "backward")
+                digest = trip.digests[1, "backward"]
+                gradient = await self._holder.fetch(trip.batch, 1, trip.holders[1], "backward", digest)
             except Lacking:
                 await self._backward_again(trip, 1)
                 continue
             left = await self._fetch_left(trip)
             await self._computing.add_ends(trip.batch, trip.ids, left, gradient, trip.loss)
             return
+
+    # --- who computes again what others have added (train.stages.auditing) ---------------------------------------
+
+    def take_watch(self, auditor: PeerId, message: StageWatch) -> None:
+        """Tell a holder from now on what another one of its stage adds on the state of an update."""
+        members = self._stages.get(message.stage)
+        here = self._computing.update or 0
+        is_due = here <= message.update <= here + FURTHEST_WATCH
+        if members is None or message.stage == ENDS or auditor == message.peer or not is_due:
+            return
+        if auditor == self._me or auditor in members.look(trio.current_time()):
+            self._watched = {key: watch for key, watch in self._watched.items() if watch[1] >= here}
+            self._watched[message.stage, auditor, message.update % 2] = (PeerId(message.peer), message.update)
+
+    async def _send_copies(self, trip: Trip) -> None:
+        """Tell those that watch who has added this micro-batch, and have it forgotten once they have what it takes."""
+        async with trio.open_nursery() as nursery:
+            for (stage, auditor, _), watch in self._watched.items():
+                if watch == (trip.holders[stage], trip.batch.update):
+                    nursery.start_soon(self._send_copy, trip, stage, auditor)
+        self._forget(trip)
+
+    async def _send_copy(self, trip: Trip, stage: int, auditor: PeerId) -> None:
+        copy = StageCopy(
+            **self._fields_back(trip, stage),
+            peer=trip.holders[stage],
+            forward_digest=trip.digests.get((stage, "forward"), b""),
+            backward_digest=trip.digests[stage, "backward"],
+        )
+        try:
+            await self._holder.ask(auditor, copy, COPY_S)
+        except PeerError as error:
+            logger.info("%s does not take a copy of draws from %d: %s", auditor[-8:], trip.batch.first, error)
 
     # --- holders -----------------------------------------------------------------------------------------------
 
@@ -254,6 +317,7 @@ class Driver:
             peers = [p for p, r in records.items() if r.role == "train" and r.state_epoch is not None]
             if self._holder.holds(self._stages[stage].run):
                 peers.append(self._me)
+            self._n_holders[stage] = len(peers)
             holders = {peer: self._seen.get((stage, peer), HolderLoad()) for peer in peers}
             choice = choose_holder(holders, now)
             if choice.action is not None:
@@ -274,10 +338,21 @@ class Driver:
             "first": trip.batch.first,
             "n": trip.batch.n,
             "source": trip.holders[stage - 1],
+            "source_digest": trip.digests.get((stage - 1, "forward"), b""),
         }
 
-    async def _ask(self, trip: Trip, stage: int, peer: PeerId, message: StageForward | StageBackward) -> None:
-        """Have a holder compute a pass. Raises Stale, Lacking or PeerError."""
+    def _fields_back(self, trip: Trip, stage: int) -> dict[str, Any]:
+        """Return what a message about a backward pass names."""
+        behind = (stage + 1) % (self._last_stage + 1)
+        return {
+            **self._fields(trip, stage),
+            "gradient_source": trip.holders[behind],
+            "gradient_digest": trip.digests[behind, "backward"],
+            "loss": trip.loss,
+        }
+
+    async def _ask(self, trip: Trip, stage: int, peer: PeerId, message: StagePass) -> bytes:
+        """Have a holder compute a pass; returns the digest of what came of it. Raises Stale, Lacking or PeerError."""
         key = (stage, peer)
         load = self._seen.get(key, HolderLoad())
         limit_s = FIRST_PASS_S if load.pass_s is None else max(LEAST_PASS_S, SLOWEST * load.pass_s)
@@ -299,6 +374,7 @@ class Driver:
         took_s = trio.current_time() - started_at
         usual_s = self._seen[key].pass_s
         self._note(key, pass_s=took_s if usual_s is None else usual_s + SMOOTHING * (took_s - usual_s))
+        return reply.digest
 
     def _note_failure(self, trip: Trip, stage: int, peer: PeerId, error: PeerError) -> None:
         """Ask a holder nothing for a while: as long as it asks for, if it says so. Raises SwarmUnavailable."""

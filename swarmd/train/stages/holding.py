@@ -5,8 +5,9 @@ No activation passes through a driver that does not hold a stage: it tells two h
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Literal
 
@@ -20,9 +21,12 @@ from swarmd.protocol.wire.messages import AnyMessage, Ping, refusal_for
 from swarmd.protocol.wire.stages import (
     ActivationsAre,
     StageBackward,
+    StageCopy,
     StageDone,
     StageForget,
     StageForward,
+    StagePass,
+    StageWatch,
     WantActivations,
 )
 from swarmd.train.gradients.source import SourceLost
@@ -55,7 +59,13 @@ class Lacking(Exception):
 
 
 class StageHolder:
-    """See the module. ``run`` is the stage; ``may_drive``: does a peer hold the ends of the model?"""
+    """See the module. ``run`` is the stage; ``may_drive``: does a peer hold the ends of the model?
+
+    ``take_watch`` and ``take_copy``: who takes those messages (train.stages.driving, train.stages.auditing).
+    """
+
+    take_watch: Callable[[PeerId, StageWatch], None] | None = None
+    take_copy: Callable[[StageCopy], Awaitable[None]]
 
     def __init__(
         self,
@@ -78,10 +88,13 @@ class StageHolder:
 
     def take(self, channel: Channel, message: AnyMessage) -> bool:
         """Take what is about micro-batches of this stage; False for anything else. Answers follow."""
-        if isinstance(message, StageForward | StageBackward):
+        if isinstance(message, StageForward | StageBackward | StageCopy):
             self._tasks.start_soon(self._answer, channel, message)
         elif isinstance(message, WantActivations):
             self._tasks.start_soon(self._give, channel, message)
+        elif isinstance(message, StageWatch):
+            if self.take_watch is not None:
+                self.take_watch(channel.peer, message)
         elif isinstance(message, StageForget):
             if message.driver == channel.peer:
                 self._computing.forget(message.driver, message.first)
@@ -89,7 +102,7 @@ class StageHolder:
             return False
         return True
 
-    async def _answer(self, channel: Channel, message: StageForward | StageBackward) -> None:
+    async def _answer(self, channel: Channel, message: StagePass) -> None:
         """Compute what a driver asks for, and say how it went."""
         with suppress(Unreachable):  # its driver is gone: who goes on, if anybody does, asks anew
             try:
@@ -108,43 +121,59 @@ class StageHolder:
             except Refused as error:
                 await channel.send(refusal_for(message, error))
 
-    async def compute(self, message: StageForward | StageBackward) -> StageDone:
-        """Compute a pass, and say how it went. Raises Refused."""
-        if self._run.stage == ENDS:
-            raise Refused(Code.MALFORMED, "what holds the ends of a model is driven by nobody else")
+    async def compute(self, message: StagePass) -> StageDone:
+        """Compute a pass, or take one to be computed again, and say how it went. Raises Refused."""
         try:
-            if isinstance(message, StageForward):
-                await self._forward(message)
+            if isinstance(message, StageCopy):
+                await self.take_copy(message)
+                return StageDone(re=message.id, update=message.update)
+            if self._run.stage == ENDS:
+                raise Refused(Code.MALFORMED, "what holds the ends of a model is driven by nobody else")
+            if isinstance(message, StageBackward):
+                digest = await self._backward(message)
             else:
-                await self._backward(message)
+                digest = await self._forward(message)
         except Stale as stale:
             return StageDone(re=message.id, is_done=False, update=stale.update)
         except Lacking as lacking:
             return StageDone(re=message.id, is_done=False, update=message.update, lacks=lacking.direction)
         except (SourceLost, ConfigError) as error:
             raise Refused(Code.SESSION_LOST, str(error)[:500]) from None
-        return StageDone(re=message.id, update=message.update)
+        return StageDone(re=message.id, update=message.update, digest=digest)
 
-    async def _forward(self, message: StageForward) -> None:
+    async def _forward(self, message: StagePass) -> bytes:
+        """Compute what leaves the stage; returns its digest."""
         await self._computing.wait_for(message.update, is_new=True)
         batch = self.batches.open(message.driver, message.first, message.n, message.update)
-        await self._require_entered(batch, PeerId(message.source))
+        await self._require_entered(batch, message)
         await self._computing.forward(batch)
+        return batch.digest("forward")
 
-    async def _backward(self, message: StageBackward) -> None:
+    async def _backward(self, message: StageBackward) -> bytes:
+        """Add the gradients; returns the digest of what goes back."""
         await self._computing.wait_for(message.update, is_new=False)
         batch = self.batches.open(message.driver, message.first, message.n, message.update)
-        if batch.is_added and batch.backward:
-            return
-        await self._require_entered(batch, PeerId(message.source))
-        gradient = await self.fetch(batch, self._next_stage, PeerId(message.gradient_source), "backward")
-        await self._computing.backward(batch, gradient, message.loss)
+        if not (batch.is_added and batch.backward):
+            await self._require_entered(batch, message)
+            gradient = await self.fetch_gradient(batch, message)
+            await self._computing.backward(batch, gradient, message.loss)
+        return batch.digest("backward")
 
-    async def _require_entered(self, batch: KeptMicroBatch, source: PeerId) -> None:
+    async def _require_entered(self, batch: KeptMicroBatch, message: StagePass) -> None:
         """Have what enters the stage here. Raises Lacking."""
         if not batch.entered:
-            assert self._run.stage is not None
-            batch.entered = await self.fetch(batch, self._run.stage - 1, source, "forward")
+            batch.entered = await self.fetch_entered(batch, message)
+
+    async def fetch_entered(self, batch: KeptMicroBatch, message: StagePass) -> bytes:
+        """Fetch what enters the stage from whom a driver names. Raises Lacking."""
+        assert self._run.stage is not None
+        source = PeerId(message.source)
+        return await self.fetch(batch, self._run.stage - 1, source, "forward", message.source_digest)
+
+    async def fetch_gradient(self, batch: KeptMicroBatch, message: StageBackward) -> bytes:
+        """Fetch the gradient by what left the stage from whom a driver names. Raises Lacking."""
+        source = PeerId(message.gradient_source)
+        return await self.fetch(batch, self._next_stage, source, "backward", message.gradient_digest)
 
     @property
     def _next_stage(self) -> int:
@@ -158,7 +187,7 @@ class StageHolder:
         """Does this daemon hold a stage, by its ledger?"""
         return self._find_local(ledger) is not None
 
-    async def ask(self, peer: PeerId, message: StageForward | StageBackward, timeout_s: float) -> StageDone:
+    async def ask(self, peer: PeerId, message: StagePass, timeout_s: float) -> StageDone:
         """Have a holder, which may be in this daemon, compute a pass. Raises PeerError."""
         if peer == self._me:
             local = self._find_local(message.run)
@@ -212,8 +241,17 @@ class StageHolder:
 
     # --- what goes from holder to holder -----------------------------------------------------------------------
 
-    async def fetch(self, batch: KeptMicroBatch, stage: int, source: PeerId, direction: Direction) -> bytes:
-        """Fetch what left another stage, forward or back. Raises Lacking."""
+    async def fetch(
+        self, batch: KeptMicroBatch, stage: int, source: PeerId, direction: Direction, digest: bytes = b""
+    ) -> bytes:
+        """Fetch what left another stage, forward or back: what has this SHA-256, if one is named. Raises Lacking."""
+        raw = await self._fetch_kept(batch, stage, source, direction)
+        if digest and hashlib.sha256(raw).digest() != digest:
+            logger.warning("%s gives something else than it told the driver of draws from %d", source[-8:], batch.first)
+            raise Lacking(direction)
+        return raw
+
+    async def _fetch_kept(self, batch: KeptMicroBatch, stage: int, source: PeerId, direction: Direction) -> bytes:
         ledger = self._run.in_stage(stage).id
         if source == self._me:
             local = self._find_local(ledger)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
@@ -37,6 +38,10 @@ class KeptMicroBatch:
     def left(self, direction: Literal["forward", "backward"]) -> bytes:
         """What left the stage, forward or back; b"" while it has not."""
         return self.forward if direction == "forward" else self.backward
+
+    def digest(self, direction: Literal["forward", "backward"]) -> bytes:
+        """The SHA-256 of what left the stage."""
+        return hashlib.sha256(self.left(direction)).digest()
 
     @property
     def is_under_way(self) -> bool:
@@ -77,10 +82,14 @@ class KeptMicroBatches:
         for key in [key for key, batch in self._kept.items() if batch.driver == driver and not batch.is_added]:
             del self._kept[key]
 
-    def forget_before(self, update: int) -> None:
-        """Forget micro-batches on states before that of an update."""
-        for key in [key for key, batch in self._kept.items() if batch.update < update]:
-            del self._kept[key]
+    def forget_before(self, update: int, added_before: int) -> None:
+        """Forget micro-batches on states before that of an update; those that were added, before another one's.
+
+        Who computes them again may still fetch what has come of them: their drivers say when they are over.
+        """
+        for key, batch in list(self._kept.items()):
+            if batch.update < (added_before if batch.is_added else update):
+                del self._kept[key]
 
     @property
     def n_under_way(self) -> int:

@@ -12,6 +12,8 @@ from swarmd.plan.runs import progress
 from swarmd.plan.runs.progress import Action, MemberProgress
 from swarmd.plan.runs.stages import decide_stage_action
 from swarmd.protocol.runs.recipe import ENDS, PREVIOUS
+from swarmd.train.gradients.gradient_audits import GradientAudits
+from swarmd.train.stages.auditing import StageAudits
 from swarmd.train.stages.computing import StageComputing
 from swarmd.train.stages.driving import Driver
 from swarmd.train.stages.holding import FindLocal, StageHolder
@@ -35,9 +37,16 @@ class StagePorts:
 
 
 class StagePart:
-    """See the module. ``driver``: of who holds the model's ends; ``norms``: of all stages."""
+    """See the module. ``driver``: of who holds the model's ends; ``norms``: of all stages; ``audits``: of this one."""
 
-    def __init__(self, services: MemberServices, computing: StageComputing, tasks: Tasks, ports: StagePorts) -> None:
+    def __init__(
+        self,
+        services: MemberServices,
+        computing: StageComputing,
+        tasks: Tasks,
+        ports: StagePorts,
+        audits: GradientAudits,
+    ) -> None:
         self.source = ports.source
         self.driver: Driver | None = None
         self._services = services
@@ -62,6 +71,10 @@ class StagePart:
             ),
         )
         self.norms = StageNorms(trainer.rpc, services.chronicle, stages)
+        self.audits = StageAudits(
+            services, computing, self.holder, audits, ports.source, stages, ports.find_local, tasks
+        )
+        self.holder.take_copy = self.audits.take_copy
         if run.stage == ENDS:
             self.driver = Driver(
                 services.me,
@@ -73,7 +86,9 @@ class StagePart:
                 services.members,
                 ports.data,
                 services.news,
+                tasks,
             )
+            self.holder.take_watch = self.driver.take_watch
 
     @property
     def doing(self) -> str:

@@ -21,7 +21,7 @@ from swarmd.weights.supply import Supply
 FIRST_PASS_S = 120.0  # a first pass compiles and allocates
 LEAST_PATIENCE_S = 30.0  # a pass beside other programs on a volunteer's machine
 PIECE_BYTES = 1 << 20  # of what a pass takes, in a frame
-Act = Literal["forward", "backward", "embed", "head", "add"]
+Act = Literal["forward", "backward", "embed", "head", "add", "check"]
 
 
 class StageSource(Protocol):

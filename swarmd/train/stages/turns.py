@@ -11,7 +11,7 @@ import trio
 
 # Backward passes first (1F1B; Harlap et al. 2018, 1806.03377): each frees what is kept of a micro-batch, here and
 # before. With forwards first, memory would fill up with micro-batches none of which can come back.
-ORDER = {"hold": -1, "backward": 0, "add": 1, "head": 2, "forward": 3, "embed": 4}
+ORDER = {"hold": -1, "backward": 0, "add": 1, "head": 2, "forward": 3, "embed": 4, "check": 5}
 
 
 class PassTurns:

@@ -6,18 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from swarmd.compute.runs.gradients import build
 from swarmd.compute.runs.stages import TrainedStage, span_of_stage
 from swarmd.errors import ConfigError, RemoteProtocolError
+from swarmd.plan.trust.equality import bound_of_codec, is_equal
 from swarmd.protocol.runs.recipe import Batch, Recipe
-from swarmd.protocol.wire.worker import ComputeStage, StageInputs
+from swarmd.protocol.wire.worker import ComputeStage, StageErrors, StageInputs
 from swarmd.values import Span
 from swarmd.wire.activations import decode_untrusted, encode_activations, encode_gradient
-from tests.families import make_named
+from tests.families import make, make_named
 
 T = 6
 # What passes must be right for: scaled embeddings, tied heads, windows, experts, layers of tuples, a recurrence.
@@ -41,7 +45,7 @@ class Staged:
         for number, stage in enumerate(stages):
             n = sum(int(np.prod(shape)) for _, shape in stage.layout)
             shared = folder / f"vectors-{number}"
-            shared.write_bytes(bytes(2 * 4 * n))
+            shared.write_bytes(bytes(len(made.shared_vectors) * 4 * n))
             stage.map(shared, init=True)
         return cls(made, stages, folder)
 
@@ -109,7 +113,7 @@ def test_what_entered_blocks_is_computed_again_where_it_is_gone(tmp_path: Path) 
     kept = {name: piece.clone() for name, piece in staged.sums().items()}
     for stage in staged.stages[1:]:
         forward = stage._part.forward  # type: ignore[union-attr]
-        stage._part.forward = lambda batch, hidden, forward=forward: forward("another", hidden)  # type: ignore
+        stage._part.forward = lambda batch, hidden, seed, forward=forward: forward("another", hidden, seed)  # type: ignore
     with pytest.raises(KeyError):
         staged.train(ids)
     for stage in staged.stages[1:]:
@@ -118,6 +122,58 @@ def test_what_entered_blocks_is_computed_again_where_it_is_gone(tmp_path: Path) 
     staged.train(ids)
     for name, piece in staged.sums().items():
         assert torch.equal(piece, kept[name])
+
+
+def test_what_drops_out_of_a_block_does_so_in_both_passes(tmp_path: Path) -> None:
+    """The gradient is that of what went forward: a step along it changes that by as much as it says."""
+    make("gpt2", tmp_path / "model", {"resid_pdrop": 0.5, "attn_pdrop": 0.0})
+    stage = Staged.load(tmp_path / "model", tmp_path, stages=(0,)).stages[1]
+    shape = (2, T, stage._part.width)
+    hidden, gradient, direction = (torch.randn(shape, generator=torch.Generator().manual_seed(k)) for k in range(3))
+
+    def compute(act: Any, hidden: torch.Tensor) -> torch.Tensor:
+        inputs = StageInputs(2, b"", encode_activations(hidden, "none"), encode_gradient(gradient, "none"))
+        return decode_untrusted(stage.compute(ComputeStage(act, act, seed=7), inputs)[1], shape)
+
+    step = 1e-2
+    ahead, behind = (float((compute("forward", hidden + s * direction) * gradient).sum()) for s in (step, -step))
+    expected = (ahead - behind) / (2 * step)
+    assert float((compute("backward", hidden) * direction).sum()) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("activations", ["none", "float16", "int8", "int4"])
+def test_what_another_holder_has_computed_is_compared(tmp_path: Path, activations: Any) -> None:
+    make_named("llama", tmp_path / "model")
+    settings: dict[str, Any] = {"stages": (0,), "audit": 32, "activations": activations}
+    loaded = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        loaded.append(Staged.load(tmp_path / "model", tmp_path / name, **settings).stages)
+    (ends, blocks), (ends_again, blocks_again) = loaded
+    rows, n = random_ids(2, 60).numpy().tobytes(), 2
+    _, entered = ends.compute(ComputeStage("embed", "b"), StageInputs(n, rows))
+    _, left = blocks.compute(ComputeStage("forward", "b"), StageInputs(n, b"", entered))
+    _, gradient = ends.compute(ComputeStage("head", "b"), StageInputs(n, rows, left))
+    _, back = blocks.compute(ComputeStage("backward", "b", is_fresh=True), StageInputs(n, b"", entered, gradient))
+    ends.compute(ComputeStage("add", "b", is_fresh=True), StageInputs(n, rows, left, back))
+    for stage, again, inputs in (
+        (blocks, blocks_again, StageInputs(n, b"", entered, gradient, left, back)),
+        (ends, ends_again, StageInputs(n, rows, left, back, entered, gradient)),
+    ):
+        check = ComputeStage("check", "again", is_fresh=True)
+        bound = bound_of_codec(activations)
+        errors = _errors_of(again.compute(check, inputs)[1])
+        assert is_equal(errors, bound).action, errors
+        assert torch.equal(again._vectors.shared["checked"], stage._vectors.shared["sum0"])
+        lies = ({"given_forward": inputs.forward}, {"given_backward": inputs.backward}, {"given_forward": b"no tensor"})
+        for lie in lies:
+            found = _errors_of(again.compute(check, replace(inputs, **lie))[1])
+            assert not is_equal(found, bound).action, lie
+
+
+def _errors_of(raw: bytes) -> NDArray[np.float32]:
+    errors = msgspec.msgpack.decode(raw, type=StageErrors)
+    return np.array([*errors.forward, *errors.backward], np.float32)
 
 
 def test_stages_are_cut_where_the_recipe_says(tmp_path: Path) -> None:

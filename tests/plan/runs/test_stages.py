@@ -13,6 +13,7 @@ from swarmd.plan.runs.stages import (
     choose_stages,
     decide_stage_action,
     divide_blocks,
+    micro_batches_at_once,
     next_draw,
     size_of_next,
 )
@@ -52,10 +53,17 @@ def test_who_will_be_done_first_computes() -> None:
 
 
 def test_a_driver_sends_what_an_update_lacks_and_no_more() -> None:
-    assert size_of_next(target=32, gathered=0, under_way=0, micro=4, n_stages=2) == 4
-    assert size_of_next(target=32, gathered=27, under_way=2, micro=4, n_stages=2) == 3
-    assert size_of_next(target=32, gathered=28, under_way=4, micro=4, n_stages=2) == 0
-    assert size_of_next(target=32, gathered=0, under_way=16, micro=4, n_stages=2) == 0, "two for each stage"
+    assert size_of_next(target=32, gathered=0, under_way=0, micro=4, at_once=4) == 4
+    assert size_of_next(target=32, gathered=27, under_way=2, micro=4, at_once=4) == 3
+    assert size_of_next(target=32, gathered=28, under_way=4, micro=4, at_once=4) == 0
+    assert size_of_next(target=32, gathered=0, under_way=16, micro=4, at_once=4) == 0, "two for each stage"
+
+
+def test_there_is_enough_under_way_for_all_holders() -> None:
+    assert micro_batches_at_once([0, 0], n_drivers=1) == 4
+    assert micro_batches_at_once([3], n_drivers=1) == 6
+    assert micro_batches_at_once([3, 5], n_drivers=2) == 8
+    assert micro_batches_at_once([1, 1, 1], n_drivers=8) == 6, "each fills its own pipeline"
 
 
 def test_a_newcomer_holds_what_lacks_holders_most() -> None:

@@ -1,0 +1,302 @@
+"""Computes again what another holder of a stage adds in an update, and tells when something else comes of it.
+
+Whom a holder watches is its own draw (plan.trust.gradient_audits), made an update ahead. Drivers tell it of each
+micro-batch that the other one has added: it fetches what that took from where the other one had it from, and what the
+other one says has come of it. So each result is compared and, once a commit says what it has given to the round, the
+sum of all its gradients.
+
+Nobody else can compute it again once it is over. So what one holder finds is one word, however often it finds it, here
+and elsewhere; who hears of it watches the same peer next, and after the words of two it is left out, by all at nearly
+the same time: a stage whose holders leave out different ones makes no more commits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import trio
+
+from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmError
+from swarmd.net.tasks import Tasks
+from swarmd.plan.trust import gradient_audits
+from swarmd.plan.trust.equality import bound_of_codec, is_equal
+from swarmd.plan.trust.gradient_audits import RecheckResult
+from swarmd.plan.trust.judge import AuditVerdict
+from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.runs import backing
+from swarmd.protocol.runs import commit as commits
+from swarmd.protocol.runs.backing import ContributionShare
+from swarmd.protocol.runs.commit import Commit, DrawRange
+from swarmd.protocol.runs.recipe import CHECKED, ENDS
+from swarmd.protocol.untrusted import decode
+from swarmd.protocol.wire.rounds import Contradict
+from swarmd.protocol.wire.stages import StageCopy, StageWatch
+from swarmd.protocol.wire.worker import StageErrors, StageInputs
+from swarmd.train.gradients.accusations import require_counted
+from swarmd.train.gradients.gradient_audits import GradientAudits
+from swarmd.train.gradients.recheck import result_of
+from swarmd.train.stages.computing import StageComputing, Stale
+from swarmd.train.stages.holding import Direction, FindLocal, Lacking, StageHolder
+from swarmd.train.stages.micro_batches import KeptMicroBatch
+from swarmd.train.stages.source import StageSource
+from swarmd.train.store import recovery
+from swarmd.train.store.member_services import MemberServices
+from swarmd.train.store.members import Members
+from swarmd.train.store.services import tell_peer
+from swarmd.train.vectors.work import join_ranges
+from swarmd.values import Decision, PeerId
+
+logger = logging.getLogger(__name__)
+
+FINISH_S = 20.0  # that the next state waits for what is still to be computed on this one
+MOST_BYTES = 256 * 2**20  # of what waits to be computed again
+
+
+@dataclass(slots=True)
+class HolderWatch:
+    """Whom this peer watches in one update, and what has come of it: of ``n`` samples, of those ``draws``.
+
+    ``wrong`` says what is; ``lacking`` why the sum cannot be compared.
+    """
+
+    peer: PeerId
+    update: int
+    draws: list[DrawRange] = field(default_factory=list)
+    n: int = 0
+    loss: float = 0.0
+    wrong: str = ""
+    lacking: str = ""
+    n_waiting: int = 0
+    waiting_bytes: int = 0
+
+
+# At commit k, which makes the state of update k:
+#
+#     who was watched in update k - 1    its share of commit k is compared with what was added up here
+#     who is watched in update k         was drawn at commit k - 1; drivers send copies
+#     who will be in update k + 1        is drawn now, and drivers are told
+class StageAudits:
+    """See the module. ``audits``: rates, findings and accusations, as in any run; ``stages``: who holds which."""
+
+    def __init__(
+        self,
+        services: MemberServices,
+        computing: StageComputing,
+        holder: StageHolder,
+        audits: GradientAudits,
+        source: StageSource,
+        stages: dict[int, Members],
+        find_local: FindLocal,
+        tasks: Tasks,
+    ) -> None:
+        self._services = services
+        self._run = services.chronicle.run
+        self._recipe = self._run.recipe
+        self._rpc = services.trainer.rpc
+        self._computing = computing
+        self._holder = holder
+        self._audits = audits
+        self._source = source
+        self._stages = stages
+        self._find_local = find_local
+        self._tasks = tasks
+        self._watches: list[HolderWatch] = []
+        self._suspected: PeerId | None = None
+        self._counted: dict[PeerId, tuple[Commit, ContributionShare]] = {}  # the latest of each
+        self._turn = trio.Lock()  # one sum is added to at a time
+        self._heard: set[tuple[PeerId, PeerId]] = set()
+
+    def consider_commit(self, commit: Commit) -> None:
+        """Judge who was watched, by a commit that is about to be applied, and draw who is watched next."""
+        if not self._recipe.audit or self._run.stage == ENDS:
+            return
+        shares = self._audits.shares_of(commit)
+        self._counted.update({peer: (commit, share) for peer, share in shares.items()})
+        for watch in self._watches:
+            if watch.update == commit.epoch - 1:
+                self._tasks.start_soon(self._conclude, watch, commit, shares.get(watch.peer))
+        self._watches = [watch for watch in self._watches if watch.update >= commit.epoch]
+        drawn = self._suspected or self._audits.draw_contributor(shares)
+        self._suspected = None
+        if drawn is not None:
+            watch = HolderWatch(drawn, commit.epoch + 1)
+            self._watches.append(watch)
+            self._tasks.start_soon(self._tell_drivers, watch)
+
+    def suspect(self, peer: PeerId) -> None:
+        """HolderWatch next whom another holder of the stage has found wrong."""
+        if peer != self._services.me:
+            self._suspected = peer
+
+    def forget_watched(self) -> None:
+        """Forget who is watched: the state here does not follow from the one before."""
+        self._watches = []
+
+    async def _tell_drivers(self, watch: HolderWatch) -> None:
+        ends = self._stages[ENDS]
+        assert self._run.stage is not None
+        message = StageWatch(run=ends.run, stage=self._run.stage, peer=watch.peer, update=watch.update)
+        local = self._find_local(ends.run)
+        if local is not None and local.take_watch is not None:
+            local.take_watch(self._services.me, message)
+        async with trio.open_nursery() as nursery:
+            for peer in ends.look(trio.current_time()):
+                nursery.start_soon(tell_peer, self._rpc, peer, lambda channel: channel.send(message))
+
+    # --- what it added, again ----------------------------------------------------------------------------------
+
+    async def take_copy(self, message: StageCopy) -> None:
+        """Fetch what a pass took and what came of it, to compute it again. Raises Refused or Lacking."""
+        watched = ((w.peer, w.update) == (message.peer, message.update) for w in self._watches)
+        watch = next((w for w, is_it in zip(self._watches, watched, strict=True) if is_it), None)
+        if watch is None:
+            raise Refused(Code.NOT_HELD, "nobody computes that again here")
+        batch = KeptMicroBatch(message.driver, message.first, message.n, message.update)
+        watch.n_waiting += 1
+        try:
+            if sum(w.waiting_bytes for w in self._watches) > MOST_BYTES:
+                raise Refused(Code.NO_CAPACITY, "too much waits here to be computed again")
+            inputs = StageInputs(
+                message.n,
+                b"",
+                await self._holder.fetch_entered(batch, message),
+                await self._holder.fetch_gradient(batch, message),
+                await self._fetch_given(batch, message, "forward", message.forward_digest),
+                await self._fetch_given(batch, message, "backward", message.backward_digest),
+            )
+        except (Lacking, Refused) as error:
+            watch.n_waiting -= 1
+            watch.lacking = str(error)
+            raise
+        watch.waiting_bytes += _size_of(inputs)
+        self._tasks.start_soon(self._check, watch, batch, inputs, message.loss)
+
+    async def _fetch_given(
+        self, batch: KeptMicroBatch, message: StageCopy, direction: Direction, digest: bytes
+    ) -> bytes:
+        """Fetch what has come of a pass; b"" where that is gone, or its holder does not show what it gave to others."""
+        if not digest:
+            return b""
+        assert self._run.stage is not None
+        try:
+            return await self._holder.fetch(batch, self._run.stage, PeerId(message.peer), direction, digest)
+        except Lacking:
+            return b""
+
+    async def _check(self, watch: HolderWatch, batch: KeptMicroBatch, inputs: StageInputs, loss: float) -> None:
+        try:
+            while (self._computing.update or 0) < watch.update:
+                await self._services.news.wait()
+            async with self._turn:
+                errors = await self._computing.check(batch, inputs, is_fresh=not watch.n)
+            self._note(watch, batch, errors)
+            watch.loss += loss
+        except (Stale, SwarmError) as error:
+            watch.lacking = f"draws from {batch.first} could not be computed again: {error}"
+        finally:
+            watch.n_waiting -= 1
+            watch.waiting_bytes -= _size_of(inputs)
+            self._services.news.notify()
+
+    def _note(self, watch: HolderWatch, batch: KeptMicroBatch, errors: StageErrors) -> None:
+        """Note what came of a micro-batch that was computed again."""
+        watch.n += batch.n
+        watch.draws.append(DrawRange(batch.driver, batch.first, batch.n))
+        self._audits.counts.samples += batch.n
+        bound = bound_of_codec(self._recipe.activations)
+        for direction, of_tokens in (("forward", errors.forward), ("backward", errors.backward)):
+            if of_tokens:
+                decision = is_equal(np.array(of_tokens, np.float32), bound)
+                if not decision.action:
+                    watch.wrong = f"what goes {direction} of draws from {batch.first}: {decision.reason}"
+
+    async def finish(self) -> None:
+        """Wait until what was copied of the state here is computed, before there is another one."""
+        with trio.move_on_after(FINISH_S):
+            while any(watch.n_waiting and watch.update == self._computing.update for watch in self._watches):
+                await self._services.news.wait()
+
+    # --- what follows ------------------------------------------------------------------------------------------
+
+    async def _conclude(self, watch: HolderWatch, commit: Commit, share: ContributionShare | None) -> None:
+        """Compare what was added up here with what was given to the round, and do what follows."""
+        async with self._turn:
+            comparison = await self._compare(watch, commit, share)
+        if comparison is None:
+            return
+        ruling = self._audits.rule(watch.peer, commit, comparison, fault=Fault.FAULTY_NUMBERS)
+        if ruling.verdict is AuditVerdict.WRONG and watch.peer in self._counted:
+            await self._tell_others(watch.peer, *self._counted[watch.peer])
+        self._audits.charge(ruling, commit, self._services.me)
+
+    async def _tell_others(self, peer: PeerId, commit: Commit, share: ContributionShare) -> None:
+        """Tell holders of this stage, and drivers, of one that is wrong, and of a commit that counts it and this one.
+
+        It need not be wrong in that commit: it may have been left out of later ones.
+        """
+        await self._audits.accusations.tell_members(peer, commit, share, {})
+        ends = self._stages[ENDS]
+        message = Contradict(run=ends.run, peer=peer, parent=commit.parent, stage=self._run.stage, update=commit.epoch)
+        payload = msgspec.msgpack.encode(share)
+        async with trio.open_nursery() as nursery:
+            for driver in ends.look(trio.current_time()):
+                nursery.start_soon(tell_peer, self._rpc, driver, lambda channel: channel.send(message, payload))
+
+    async def _compare(
+        self, watch: HolderWatch, commit: Commit, share: ContributionShare | None
+    ) -> Decision[bool | None] | None:
+        """Compare what there is to compare; None where that is nothing."""
+        if watch.wrong:
+            return Decision(False, watch.wrong)
+        if not watch.n:
+            return None
+        why_not = watch.lacking or ("it gave nothing" if share is None else "")
+        if share is not None and share.draws != join_ranges(watch.draws):
+            why_not = why_not or "it gave other draws than were seen"
+        if why_not or share is None:
+            return Decision(True, f"{watch.n} samples; their sum was not compared: {why_not}")
+        total = self._source.vector(CHECKED)
+        recomputed, rounding = await self._services.trainer.off_loop(result_of, self._recipe, commit, total, watch.loss)
+        signed = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
+        return gradient_audits.is_same(signed, recomputed, rounding)
+
+    # --- what holders of other stages say -----------------------------------------------------------------------
+
+    async def hear(self, accuser: PeerId, message: Contradict, payload: bytes) -> None:
+        """As a driver, take the word of a holder of another stage that another one gives what is wrong.
+
+        Both have contributed to the commit that it names; the words of two count (Fault.FAULTY_NUMBERS).
+        """
+        peer = PeerId(message.peer)
+        standing = self._rpc.standing
+        heard = (accuser, peer)
+        if heard in self._heard or message.stage not in self._stages or standing.is_shunned(accuser):
+            return
+        self._heard.add(heard)
+        part = self._run.in_stage(message.stage)
+        try:
+            share = decode(payload, ContributionShare, "a share", IntegrityError)
+            raws = await recovery.fetch_commits(self._rpc, accuser, part.id, message.update - 1)
+            if not raws:
+                raise IntegrityError("no such commit is shown")
+            sets = self._services.chronicle.order.sets_of(self._recipe)
+            commit = commits.read_untrusted(raws[0], sets).commit
+            if (commit.run, commit.parent) != (part.genesis, message.parent):
+                raise IntegrityError("another commit than it names is shown")
+            require_counted(commit, peer, share, accuser)
+            backing.check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
+        except IntegrityError as error:
+            standing.fault(accuser, Fault.FORGED, f"it accuses {peer[-8:]}: {error}")
+        except PeerError as error:
+            self._heard.discard(heard)
+            logger.info("%s does not show the commit: %s", accuser[-8:], error)
+        else:
+            standing.fault(peer, Fault.FAULTY_NUMBERS, f"its passes, says {accuser[-8:]}", accuser)
+
+
+def _size_of(inputs: StageInputs) -> int:
+    return len(inputs.forward) + len(inputs.backward) + len(inputs.given_forward) + len(inputs.given_backward)

@@ -1,0 +1,49 @@
+"""Holders of a stage that lie: another holder of theirs finds it out, and no honest one is blamed."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.train.stage_world import StageMember, StageWorld, ends_of, in_stages
+
+LIES = ("forward", "backward", "sum", "never updated")
+
+
+def blamed(world: StageWorld) -> set[str]:
+    """Whom an honest member leaves out."""
+    honest = [m for m in world.members.values() if not any(source.lie for source in m.sources.values())]
+    return {peer for m in honest for peer in m.rpc.standing.shunned()}
+
+
+def holders(world: StageWorld, stage: int) -> list[StageMember]:
+    return [m for m in world.members.values() if stage in m.sources]
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_liar_is_found_and_nobody_else_is_blamed(virtual_time: MockClock, lie: str) -> None:
+    async with in_stages(21, (0,), (0,), (1,), (1,), (1,), (2,), audit=8) as world:
+        await world.until(2)
+        liar, *_ = holders(world, 1)
+        liar.sources[1].lie = lie
+        world.is_honest = False
+        drivers = ends_of(world)
+        began = world.epoch
+        n_before = world.anchor.of_stage(1).ledger.n_contributions.get(liar.peer, 0)
+        with trio.fail_after(600):
+            while not all(m.rpc.standing.is_shunned(liar.peer) for m in drivers):
+                await trio.sleep(0.1)
+        n = world.anchor.of_stage(1).ledger.n_contributions.get(liar.peer, 0) - n_before
+        print(f"{lie}: {world.epoch - began} updates, {n} contributions")
+        assert blamed(world) == {liar.peer}
+        world.crash(liar)
+        await world.until(world.epoch + 3)
+
+
+async def test_the_honest_are_found_right(virtual_time: MockClock) -> None:
+    async with in_stages(22, (0,), (0,), (1,), (1,), (2,), (2,), audit=8) as world:
+        await world.until(12)
+        counts = [m.of_stage(stage).audits.counts for stage in (1, 2) for m in holders(world, stage)]
+        assert sum(count.checked for count in counts) > 10
+        assert blamed(world) == set()
