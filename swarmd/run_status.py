@@ -103,7 +103,7 @@ class RunRow(Status, frozen=True, kw_only=True):
 class StageRow(Status, frozen=True, kw_only=True):
     """One stage of a run: its blocks (the model's ends have none), how far it is, and who holds it.
 
-    ``samples``: towards the next update, of all its holders.
+    ``samples``: towards the next update, of all its holders; ``samples_per_s``: what they can compute together.
     """
 
     stage: int
@@ -112,6 +112,7 @@ class StageRow(Status, frozen=True, kw_only=True):
     update: int
     samples: int
     holders: tuple[str, ...]
+    samples_per_s: float = 0.0
 
 
 class OtherRunRow(Status, frozen=True, kw_only=True):
@@ -155,19 +156,37 @@ class PlanSettingRow(Status, frozen=True, kw_only=True):
     bytes_per_sample: float
 
 
+class PipelineRow(Status, frozen=True, kw_only=True):
+    """What a run in stages comes to at most with its holders: samples/s, by its slowest stage.
+
+    ``sample_bytes`` travel between holders for each sample, there and back; ``lacking``: stages without a holder.
+    """
+
+    stages: tuple[StageRow, ...]
+    samples_per_s: float
+    slowest: int | None
+    lacking: tuple[int, ...]
+    with_one_more: float
+    sample_bytes: float
+
+
 class PlanAnswer(Status, frozen=True, kw_only=True):
-    """The next round as the linear program divides it; and what each synchronisation and codec would come to."""
+    """The next round as the linear program divides it; and what each synchronisation and codec would come to.
+
+    Of a run in stages: ``pipeline``, and nothing else.
+    """
 
     run: str
-    bytes: int
-    expected_s: float
-    equal_parts_s: float
-    why: str
-    members: tuple[PlanMemberRow, ...]
+    bytes: int = 0
+    expected_s: float = 0.0
+    equal_parts_s: float = 0.0
+    why: str = ""
+    members: tuple[PlanMemberRow, ...] = ()
     setting: str = ""
     settings: tuple[PlanSettingRow, ...] = ()
     recommended: str = ""
     recommended_why: str = ""
+    pipeline: PipelineRow | None = None
 
 
 class JoinRunAnswer(Status, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ from swarmd.home.paths import Home
 from swarmd.importing import importing
 from swarmd.names import is_model_hash
 from swarmd.net import local
-from swarmd.plan.runs.stages import ModelSize, choose_stages, divide_blocks
+from swarmd.plan.runs.stages import USABLE_SHARE, ModelSize, choose_stages, divide_blocks, fit_stages
 from swarmd.protocol.models import manifest
 from swarmd.protocol.runs import recipe as recipes
 from swarmd.protocol.runs.recipe import Recipe, Run
@@ -55,6 +55,21 @@ class StartedRun:
     run: Run
     n_rows: int
     why_stages: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipePlan:
+    """What a recipe in stages needs: how many stages of blocks, why, and the bytes that a holder of each takes.
+
+    ``room``: what each machine of the swarm has to give, by peer; ``is_feasible``: can these machines hold it?
+    """
+
+    n_stages: int
+    reason: str
+    is_feasible: bool
+    stage_bytes: int
+    ends_bytes: int
+    room: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,28 @@ def start_run(
     _ask(home, "reload", "POST")
     _ask(home, "train/join", "POST", name=run.id, role=role, stage="" if stage is None else str(stage))
     return StartedRun(run, n_rows, why_stages)
+
+
+def plan_recipe(recipe_path: Path, *, home: Home | None = None) -> RecipePlan:
+    """Say what a recipe in stages needs, and whether the machines of the swarm have it. Raises SwarmError."""
+    home = home or Home.default()
+    draft = recipes.read_toml(recipe_path)
+    if not draft.is_in_stages:
+        raise ConfigError(f"{recipe_path} is not in stages: every member holds the whole model; start it, then plan")
+    _, source = _find_source(home, draft, recipe_path.parent)
+    size = _load_outline(source, draft).size
+    room = {
+        peer["peer"]: int(peer["memory_bytes"] * USABLE_SHARE)
+        for peer in _ask(home, "peers")["peers"]
+        if peer["memory_bytes"]
+    }
+    if draft.stages == "auto":
+        choice = choose_stages(size, list(room.values()))
+        n_stages = choice.action or size.n_blocks
+    else:
+        n_stages = len(_divide_blocks(home, draft, size)[0])
+        choice = fit_stages(size, n_stages, list(room.values()))
+    return RecipePlan(n_stages, choice.reason, bool(choice.action), size.stage_bytes(n_stages), size.ends_bytes, room)
 
 
 def export_run(name: str, out: Path, *, home: Home | None = None) -> ExportedRun:
@@ -202,7 +239,7 @@ def _divide_blocks(home: Home, recipe: Recipe, size: ModelSize) -> tuple[tuple[i
     why = ""
     if stages == "auto":
         memories = [peer["memory_bytes"] for peer in _ask(home, "peers")["peers"]]
-        choice = choose_stages(size, [n_bytes for n_bytes in memories if n_bytes])
+        choice = choose_stages(size, [int(n_bytes * USABLE_SHARE) for n_bytes in memories if n_bytes])
         if not choice.action:
             raise ConfigError(f'stages = "auto": {choice.reason}: have more machines join, or say how many stages')
         stages, why = choice.action, choice.reason

@@ -13,13 +13,17 @@ from swarmd_cli.context import format_duration, format_number, format_rate, form
 from swarmd_cli.terminal import print_table
 
 if TYPE_CHECKING:
-    from swarmd.run_status import PlanAnswer, PlanSettingRow, RoundRow, RunRow, StageRow
+    from swarmd.run_status import PipelineRow, PlanAnswer, PlanSettingRow, RoundRow, RunRow, StageRow
+    from swarmd.training_runs import RecipePlan
 
 TOPOLOGIES = ("parts", "server", "sites", "grid", "ring")
 
 
 def show_plan(plan: PlanAnswer, names: Mapping[str, str]) -> None:
-    """Print the next round, and what each synchronisation, codec and topology would come to."""
+    """Print the next round, and what each synchronisation, codec and topology would come to; or a run's stages."""
+    if plan.pipeline is not None:
+        _show_pipeline(plan.pipeline, names)
+        return
     rows = []
     for member in plan.members:
         computes = "yes" if member.computes else "no"
@@ -37,6 +41,19 @@ def show_plan(plan: PlanAnswer, names: Mapping[str, str]) -> None:
         print(f"best: {plan.recommended}: {plan.recommended_why}")
     else:
         print(f"no other setting is predicted: {plan.recommended_why}")
+
+
+def show_recipe_plan(plan: RecipePlan, names: Mapping[str, str]) -> None:
+    """Print what a recipe in stages needs of machines, and what the swarm's have."""
+    print(f"{count(plan.n_stages, 'stage')} of blocks, each {format_size(plan.stage_bytes)} of a holder's memory")
+    print(f"the ends (embedding and head): {format_size(plan.ends_bytes)}")
+    rows = []
+    for peer, n_bytes in sorted(plan.room.items(), key=lambda item: -item[1]):
+        n_held = min(n_bytes // plan.stage_bytes, plan.n_stages)
+        can = count(n_held, "stage") if n_held else "the ends" if n_bytes >= plan.ends_bytes else "nothing of it"
+        rows.append([label_member(peer, names), format_size(n_bytes), can])
+    print_table("Machines", ["peer", "could give", "could hold"], rows)
+    print(f"{'it fits' if plan.is_feasible else 'it does not fit'}: {plan.reason}")
 
 
 def _setting_row(setting: PlanSettingRow, own_setting: str) -> list[str]:
@@ -125,10 +142,11 @@ def show_stages(rows: Sequence[RunRow], names: Mapping[str, str]) -> None:
         print(f"  done: {first.finished}")
     table = []
     for stage in first.stages:
-        holders = ", ".join(label_member(peer, names) for peer in stage.holders) or "nobody: the run waits"
         gathered = f"{stage.samples} of {first.target}"
-        table.append([f"stage {stage.stage}", _name_blocks(stage), str(stage.update), gathered, holders])
-    print_table("Stages", ["stage", "holds", "update", "samples", "holders"], table)
+        holders = _name_holders(stage, names)
+        speed = format_number(stage.samples_per_s)
+        table.append([f"stage {stage.stage}", _name_blocks(stage), str(stage.update), gathered, speed, holders])
+    print_table("Stages", ["stage", "holds", "update", "samples", "could do/s", "holders"], table)
     for row in held:
         busy = "" if row.busy is None else f"; it computed for {100 * row.busy:.0f} % of the last update"
         print(f"  stage {row.stage} here: {label_ids(row.why, names)}{busy}")
@@ -137,6 +155,29 @@ def show_stages(rows: Sequence[RunRow], names: Mapping[str, str]) -> None:
             print(f"    who holds it, too, fetches {format_size(row.state_bytes)} first")
     if len(first.losses) > 1:
         print("\n".join(terminal_curve(first.losses)))
+
+
+def _show_pipeline(pipeline: PipelineRow, names: Mapping[str, str]) -> None:
+    rows = []
+    for stage in pipeline.stages:
+        speed = format_number(stage.samples_per_s) if stage.samples_per_s else "not known yet"
+        rows.append([f"stage {stage.stage}", _name_blocks(stage), speed, _name_holders(stage, names)])
+    print_table("Stages", ["stage", "holds", "samples/s", "holders"], rows)
+    if pipeline.lacking:
+        stages = ", ".join(map(str, pipeline.lacking))
+        print(f"it waits for holders of stage {stages}: swarmd train join on another machine")
+    elif pipeline.slowest is None:
+        print("how fast its holders compute is known after their first update: try again then")
+    else:
+        at_most = f"{format_number(pipeline.samples_per_s)} samples/s"
+        more = f"{format_number(pipeline.with_one_more)} samples/s"
+        print(f"at most {at_most}: stage {pipeline.slowest} is the slowest; one more machine there would bring {more}")
+    if pipeline.sample_bytes:
+        print(f"{format_size(round(pipeline.sample_bytes))} travel between holders for each sample, there and back")
+
+
+def _name_holders(stage: StageRow, names: Mapping[str, str]) -> str:
+    return ", ".join(label_member(peer, names) for peer in stage.holders) or "nobody: the run waits"
 
 
 def _name_blocks(stage: StageRow) -> str:

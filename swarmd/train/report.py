@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import trio
 
 from swarmd.errors import ConfigError
 from swarmd.plan.runs import partition, progress
 from swarmd.plan.runs.partition import PartitionMember
+from swarmd.plan.runs.stages import forecast_pipeline
 from swarmd.plan.runs.synchronisation import Prediction, choose_setting
 from swarmd.plan.trust import gradient_audits
 from swarmd.protocol.membership.records import PeerRecord
 from swarmd.protocol.runs.recipe import ENDS
 from swarmd.run_status import (
     AuditsRow,
+    PipelineRow,
     PlanAnswer,
     PlanMemberRow,
     PlanSettingRow,
@@ -94,28 +96,45 @@ def report_run(
     )
 
 
-def _stage_rows(trainer: Trainer) -> tuple[StageRow, ...]:
-    """Say how far each stage of a run is, and who holds it, as records say."""
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """Who holds a stage, how far it is, and how many samples/s it computes while it waits for nothing."""
+
+    peer: str
+    epoch: int
+    n_samples: int
+    passes_per_s: float
+
+
+def _find_holders(trainer: Trainer) -> dict[int, list[_Holder]]:
+    """Find who holds each stage of a run, as records say and this trainer knows of itself."""
     run = trainer.run_spec
-    me = trainer.record()
-    records = [r for r in trainer.services.view().in_run(run.whole) if r.peer != trainer.me or r.run != run.id]
+    holders: dict[int, list[_Holder]] = {part.stage: [] for part in run.stages if part.stage is not None}
+    for r in trainer.services.view().in_run(run.whole):
+        is_own = r.peer == trainer.me and r.run == run.id
+        if r.role == "train" and r.stage in holders and not is_own:
+            holders[r.stage].append(_Holder(r.peer, r.epoch, r.n_samples, r.passes_per_s))
+    if trainer.role == "train" and run.stage is not None:
+        me = trainer.record()
+        holders[run.stage].append(_Holder(trainer.me, me["epoch"], me["n_samples"], me["passes_per_s"]))
+    return holders
+
+
+def _stage_rows(trainer: Trainer) -> tuple[StageRow, ...]:
+    """Say how far each stage of a run is, and who holds it."""
     rows = []
-    borders = (*run.recipe.first_blocks, None)
-    for part in run.stages:
-        assert part.stage is not None
-        here = [r for r in records if r.run == part.id]
-        holders = [(r.peer, r.epoch, r.n_samples) for r in here if r.role == "train"]
-        if part.id == run.id and trainer.role == "train":
-            holders.append((trainer.me, me["epoch"], me["n_samples"]))
-        is_ends = part.stage == ENDS
+    borders = (*trainer.run_spec.recipe.first_blocks, None)
+    for stage, holders in _find_holders(trainer).items():
+        is_ends = stage == ENDS
         rows.append(
             StageRow(
-                stage=part.stage,
-                first_block=None if is_ends else borders[part.stage - 1],
-                end_block=None if is_ends else borders[part.stage],
-                update=max((epoch for _, epoch, _ in holders), default=0),
-                samples=sum(n for _, _, n in holders),
-                holders=tuple(sorted(peer for peer, _, _ in holders)),
+                stage=stage,
+                first_block=None if is_ends else borders[stage - 1],
+                end_block=None if is_ends else borders[stage],
+                update=max((holder.epoch for holder in holders), default=0),
+                samples=sum(holder.n_samples for holder in holders),
+                holders=tuple(sorted(holder.peer for holder in holders)),
+                samples_per_s=sum(holder.passes_per_s for holder in holders),
             )
         )
     return tuple(rows)
@@ -209,6 +228,25 @@ def plan_round(trainer: Trainer, peers: Mapping[PeerId, PeerRecord]) -> PlanAnsw
         settings=tuple(_setting_row(p) for p in predicted),
         recommended=str(chosen.action.setting) if chosen else "",
         recommended_why=reason,
+    )
+
+
+def plan_stages(trainers: Sequence[Trainer]) -> PlanAnswer:
+    """Say what a run in stages comes to with the holders that it has; ``trainers``: those of its stages here."""
+    first = trainers[0]
+    speeds = {stage: [holder.passes_per_s for holder in holders] for stage, holders in _find_holders(first).items()}
+    forecast = forecast_pipeline(speeds)
+    parts = [trainer.stage.computing for trainer in trainers if trainer.stage is not None]
+    return PlanAnswer(
+        run=first.run_spec.whole,
+        pipeline=PipelineRow(
+            stages=_stage_rows(first),
+            samples_per_s=forecast.samples_per_s,
+            slowest=forecast.slowest,
+            lacking=forecast.lacking,
+            with_one_more=forecast.with_one_more,
+            sample_bytes=len(speeds) * max((part.sample_bytes for part in parts), default=0.0),
+        ),
     )
 
 

@@ -30,7 +30,7 @@ from swarmd.run_status import (
     StageState,
 )
 from swarmd.train.local_run import LocalRun, RunsServices
-from swarmd.train.report import plan_round
+from swarmd.train.report import plan_round, plan_stages
 from swarmd.train.stages.holding import StageHolder
 from swarmd.train.stages.states import fetch_state
 from swarmd.train.store.disk import RunFolder, known_runs
@@ -128,7 +128,7 @@ class Runs:
             speeds: dict[int, list[float]] = {p.stage: [] for p in run.stages if p.stage is not None}
             for record in self._directory.view().in_run(run.whole):
                 if record.stage in speeds and record.role == "train":
-                    speeds[record.stage].append(record.samples_per_s)
+                    speeds[record.stage].append(record.passes_per_s)
             mine = [s for s in held if s is not None]
             if mine:
                 raise ConfigError(f"this daemon holds stage {mine[0]} of {name!r} already: --stage takes another one")
@@ -274,9 +274,11 @@ class Runs:
         )
 
     def plan(self, name: str) -> PlanAnswer:
-        """Plan who would reduce what now, and how long a round is expected to take."""
-        trainer = self._find_part(name, "plan").trainer
-        return plan_round(trainer, self._directory.view().peers)
+        """Plan who would reduce what now, and how long a round takes; or what the stages of a run come to."""
+        parts = self._find_parts(name)
+        if parts[0].run_spec.recipe.is_in_stages:
+            return plan_stages([part.trainer for part in parts])
+        return plan_round(parts[0].trainer, self._directory.view().peers)
 
     def pause(self, name: str, is_paused: bool) -> PauseRunAnswer:
         """Compute nothing for a run until told otherwise; what is here stays, and is given to others."""
@@ -341,13 +343,6 @@ class Runs:
         left_runs = {run_id: called for run_id, called in on_disk.items() if run_id not in taken}
         chosen = choose_taken_run(name, taken, left_runs)
         return [part for part in self._taken.values() if part.run_spec.whole == chosen]
-
-    def _find_part(self, name: str, verb: str) -> LocalRun:
-        """Find the run meant, where it is not in stages. Raises ConfigError."""
-        parts = self._find_parts(name)
-        if parts[0].run_spec.recipe.is_in_stages:
-            raise ConfigError(f"{parts[0].run_spec.recipe.name!r} is in stages, and there is nothing to {verb} yet")
-        return parts[0]
 
 
 def _names_on_disk(root: Path) -> dict[RunId, str]:

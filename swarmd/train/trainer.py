@@ -376,4 +376,5 @@ class Trainer:
             "order": self.chronicle.order_raw,
             "whole": self.run_spec.whole if self.run_spec.stage is not None else "",
             "stage": self.run_spec.stage,
+            "passes_per_s": self.stage.computing.passes_per_s if self.stage is not None else 0.0,
         }

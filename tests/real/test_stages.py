@@ -55,6 +55,7 @@ def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
         for volunteer, stage in ((one, 1), (two, 2), (again, 1), (ends, 0)):
             join_stage(swarm, volunteer, stage)
         wait_stages(swarm, volunteers, 1)
+        swarm.wait(lambda: rows_of(again)[1]["samples_counted"] > 0, "a second holder to have what the first one has")
 
         one.stop()
         left = [v for v in volunteers if v is not one]
@@ -64,6 +65,10 @@ def test_a_model_in_stages_is_one_big_machines(tmp_path: Path) -> None:
         shown = command(starter, "train", "status", "run")
         assert "stage 2" in shown
         assert "blocks from 2 on" in shown
+        assert "one more machine there would bring" in command(starter, "train", "plan", "run")
+        planned = command(starter, "train", "plan", str(starter.home.folder / "run.toml"))
+        assert "2 stages of blocks" in planned
+        assert "it fits" in planned
 
         command(starter, "train", "stop", "run", "--all")
         command(starter, "train", "export", "run", "--out", str(tmp_path / "model"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from swarmd.values import count
 from swarmd_cli.context import ask, ask_json, find_names, home, print_json, read_answer
 from swarmd_cli.terminal import print_table
-from swarmd_cli.train_show import show_plan, show_run, show_stages, write_plot
+from swarmd_cli.train_show import show_plan, show_recipe_plan, show_run, show_stages, write_plot
 from swarmd_cli.verbs.look import Json
 
 app = typer.Typer(
@@ -207,6 +208,9 @@ def status(
 def plan(run: RunName = "", as_json: Json = False) -> None:
     """Show the next round, who reduces which share of it, and which synchronisation and codec would be best.
 
+    Of a run in stages: its slowest stage, and what one more machine would bring. Of a recipe in stages, a file that
+    ends with .toml: what each stage takes of a machine's memory, and whether the swarm's machines have it.
+
     Of each synchronisation the table shows this run's codec, the best one and none; --json has all. Where peers compute
     on during a long round, an update comes to have more samples than the recipe asks for: too large.
 
@@ -214,6 +218,15 @@ def plan(run: RunName = "", as_json: Json = False) -> None:
     """
     from swarmd.run_status import PlanAnswer
 
+    if run.endswith(".toml"):
+        from swarmd import training_runs
+
+        needed = training_runs.plan_recipe(Path(run), home=home())
+        if as_json:
+            print_json(asdict(needed))
+        else:
+            show_recipe_plan(needed, find_names())
+        return
     body = ask_json("train/plan", name=run)
     if as_json:
         print_json(body)

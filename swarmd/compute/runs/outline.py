@@ -18,7 +18,7 @@ from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.lora import names_of_targets, with_recipe_lora
 from swarmd.compute.runs.stages import require_plain
 from swarmd.errors import ConfigError
-from swarmd.plan.runs.stages import ModelSize
+from swarmd.plan.runs.stages import ModelSize, state_bytes
 from swarmd.protocol.runs.recipe import ALL_LINEAR, MAX_TARGETS, Recipe
 
 
@@ -46,7 +46,7 @@ def read_outline(folder: Path, recipe: Recipe) -> Outline:
             f"{folder / 'config.json'}), expected at most that many"
         )
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    size = _measure_size(model)
+    size = _measure_size(model, state_bytes(recipe))
     if recipe.train != "lora":
         return Outline(vocabulary, recipe.lora.targets, size)
     with torch.device("meta"):
@@ -57,7 +57,7 @@ def read_outline(folder: Path, recipe: Recipe) -> Outline:
     return Outline(vocabulary, targets, size)
 
 
-def _measure_size(model: PreTrainedModel) -> ModelSize:
+def _measure_size(model: PreTrainedModel, of_parameter: int) -> ModelSize:
     """Count parameters: of the largest block, and of all that is around blocks."""
     layout = skeleton.layout_of(model.config)
     of_layers = [sum(p.numel() for p in layer.parameters()) for layer in skeleton.decoder_layers(model)]
@@ -66,4 +66,4 @@ def _measure_size(model: PreTrainedModel) -> ModelSize:
     for index, n in enumerate(of_layers):
         of_blocks[layout.block_of(index)] += n
     total = sum(p.numel() for p in model.parameters())
-    return ModelSize(n_blocks, max(of_blocks), total - sum(of_layers))
+    return ModelSize(n_blocks, max(of_blocks), total - sum(of_layers), of_parameter)

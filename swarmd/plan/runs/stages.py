@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarmd.plan.runs.progress import Action, MemberProgress, decide_action
 from swarmd.protocol.fields import MAX_STAGES
-from swarmd.protocol.runs.recipe import ENDS
+from swarmd.protocol.runs.recipe import ENDS, Recipe
 from swarmd.values import Decision, PeerId
 
-STATE_BYTES = 16  # of a parameter: itself, its gradients' sum, and two moments, in float32
 OTHER_BYTES = 600 * 10**6  # of a holder: daemon and worker with their libraries, and the graph of a block
 USABLE_SHARE = 0.5  # of a member's memory: the rest is its user's, and files' in whose place others come
 PER_HOLDER = 2  # micro-batches under way: one is computed while the next one travels
@@ -57,40 +57,83 @@ def decide_stage_action(
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """How many parameters a model has: in its largest block, and around its blocks."""
+    """How many parameters a model has: in its largest block, and around its blocks.
+
+    ``state_bytes``: what a holder keeps of each.
+    """
 
     n_blocks: int
     block: int
     ends: int
+    state_bytes: int
 
     def stage_bytes(self, n_stages: int) -> int:
         """What a stage of blocks takes of a holder's memory, of so many stages."""
-        return OTHER_BYTES + STATE_BYTES * self.block * -(-self.n_blocks // n_stages)
+        return OTHER_BYTES + self.state_bytes * self.block * -(-self.n_blocks // n_stages)
 
     @property
     def ends_bytes(self) -> int:
         """What the ends take of a holder's memory."""
-        return OTHER_BYTES + STATE_BYTES * self.ends
+        return OTHER_BYTES + self.state_bytes * self.ends
 
 
-def choose_stages(size: ModelSize, memories_bytes: Sequence[int]) -> Decision[int]:
-    """Choose as few stages as these members can hold, each as many as it has room for; 0: they cannot.
+def state_bytes(recipe: Recipe) -> int:
+    """What a holder keeps of each parameter: the parameter, sums of gradients, moments, all in float32."""
+    return 4 * (len(recipe.shared_vectors) + len(recipe.optimizer.moments))
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineForecast:
+    """What a run in stages comes to with the holders that it has, at most: ``samples_per_s``, by its slowest stage.
+
+    ``lacking``: stages that nobody holds; ``with_one_more``: samples/s if a machine of the usual speed held the slowest
+    stage, too.
+    """
+
+    samples_per_s: float
+    slowest: int | None
+    lacking: tuple[int, ...]
+    with_one_more: float
+
+
+def forecast_pipeline(speeds: Mapping[int, Sequence[float]]) -> PipelineForecast:
+    """Forecast a run; ``speeds``: samples/s that each holder of each stage computes, 0 where that is not known."""
+    lacking = tuple(stage for stage, of_stage in sorted(speeds.items()) if not of_stage)
+    known = [speed for of_stage in speeds.values() for speed in of_stage if speed > 0]
+    totals = {stage: sum(of_stage) for stage, of_stage in speeds.items()}
+    if lacking or not all(totals.values()):
+        return PipelineForecast(0.0, None, lacking, 0.0)
+    slowest = min(totals, key=totals.__getitem__)
+    more = {**totals, slowest: totals[slowest] + statistics.median(known)}
+    return PipelineForecast(totals[slowest], slowest, (), min(more.values()))
+
+
+def choose_stages(size: ModelSize, room: Sequence[int]) -> Decision[int]:
+    """Choose as few stages as members can hold, each as many as it has room for, in bytes; 0: they cannot.
 
     Fewer stages mean fewer trips for a micro-batch, and less time in which the pipeline runs dry.
     """
-    room = sorted((int(n_bytes * USABLE_SHARE) for n_bytes in memories_bytes), reverse=True)
     for n_stages in range(1, min(size.n_blocks, MAX_STAGES) + 1):
-        left = list(room)
-        needs = sorted([size.ends_bytes, *[size.stage_bytes(n_stages)] * n_stages], reverse=True)
-        if all(_take_room(left, need) for need in needs):
-            blocks = -(-size.n_blocks // n_stages)
-            each = size.stage_bytes(n_stages) / 1e9
-            return Decision(n_stages, f"{blocks} blocks each take {each:.1f} GB of a holder's memory")
+        choice = fit_stages(size, n_stages, room)
+        if choice.action:
+            return choice
     needed = (size.ends_bytes + size.stage_bytes(1)) / 1e9
     there = sum(room) / 1e9
     return Decision(
         0, f"the model takes {needed:.1f} GB to train, and {len(room)} members have {there:.1f} GB to give, in parts"
     )
+
+
+def fit_stages(size: ModelSize, n_stages: int, room: Sequence[int]) -> Decision[int]:
+    """Can members with so much ``room``, in bytes, hold so many stages and the ends? ``n_stages``, or 0."""
+    left = list(room)
+    blocks = -(-size.n_blocks // n_stages)
+    each = f"{blocks} blocks each take {size.stage_bytes(n_stages) / 1e9:.1f} GB of a holder's memory"
+    for need in sorted([size.ends_bytes, *[size.stage_bytes(n_stages)] * n_stages], reverse=True):
+        if not _take_room(left, need):
+            most = max(left, default=0) / 1e9
+            return Decision(0, f"{each}; where {need / 1e9:.1f} GB more are needed, {most:.1f} GB are left at most")
+    return Decision(n_stages, each)
 
 
 def _take_room(left: list[int], need: int) -> bool:

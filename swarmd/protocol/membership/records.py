@@ -134,7 +134,8 @@ class RunRecord(Record, tag="run", frozen=True):
     ``role`` is train, reduce or anchor. ``head`` is the digest of commit ``epoch``; its state is that of
     ``state_epoch`` (None: it has none), with the hash ``state``, and ``n_averages`` earlier ones are kept.
     ``order`` is the owner's latest, signed by it. ``audit_left``: samples of others that it computes again before more
-    of its own, at ``samples_per_s``. In a run of stages ``run`` is the stage's ledger, ``whole`` the run.
+    of its own, at ``samples_per_s``. In a run of stages ``run`` is the stage's ledger, ``whole`` the run;
+    ``passes_per_s``: samples/s that its holder computes while it waits for nothing.
     """
 
     run: Name = ""
@@ -153,6 +154,7 @@ class RunRecord(Record, tag="run", frozen=True):
     audit_left: Count = 0
     whole: Name = ""
     stage: Stage | None = None
+    passes_per_s: Rate = 0.0
 
 
 AnyRecord = PeerRecord | SpanRecord | RunRecord

@@ -28,6 +28,7 @@ from swarmd.train.vectors.work import UncountedWork
 
 logger = logging.getLogger(__name__)
 
+SMOOTHING = 0.3  # weight of the newest pass in how long passes take
 LONGEST_WAIT_S = 20.0  # for a state that is one update behind, or for a round to end
 
 
@@ -79,6 +80,8 @@ class StageComputing:
         self._added_at = 0.0
         self._returns = Arrivals(least_s=1.0, first_s=30.0)  # from a micro-batch's forward to its backward
         self._begun_at: dict[str, float] = {}
+        self._sample_s: dict[Act, float] = {}  # that a pass takes
+        self._sample_bytes: dict[Act, float] = {}  # that come of it
         self.busy: float | None = None
         self._computed_s = 0.0
         self._settled_at = trio.current_time()
@@ -224,6 +227,7 @@ class StageComputing:
             raise
         took_s = trio.current_time() - started_at
         self._computed_s += took_s
+        self._note_pass(act, took_s / batch.n / self._services.share(), len(result[1]) / batch.n)
         rest_s = duty.rest_s(took_s, self._services.share())
         if rest_s:
             await trio.sleep(rest_s)  # as this machine's owner asks
@@ -257,6 +261,25 @@ class StageComputing:
         self._news.notify()
 
     # --- what the trainer calls --------------------------------------------------------------------------------
+
+    def _note_pass(self, act: Act, sample_s: float, sample_bytes: float) -> None:
+        if act == "check":
+            return
+        usual_s = self._sample_s.get(act, sample_s)
+        self._sample_s[act] = usual_s + SMOOTHING * (sample_s - usual_s)
+        self._sample_bytes[act] = sample_bytes
+
+    @property
+    def sample_bytes(self) -> float:
+        """What leaves this stage for each sample, forward and back."""
+        return sum(self._sample_bytes.values())
+
+    @property
+    def passes_per_s(self) -> float:
+        """Samples/s that it computes while it waits for nothing; 0 until it has added some."""
+        if not {"backward", "add"} & self._sample_s.keys():
+            return 0.0
+        return 1 / max(sum(self._sample_s.values()), 1e-9)
 
     @property
     def samples_per_s(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from swarmd.plan.runs.progress import Action, MemberProgress
@@ -13,10 +15,14 @@ from swarmd.plan.runs.stages import (
     choose_stages,
     decide_stage_action,
     divide_blocks,
+    fit_stages,
+    forecast_pipeline,
     micro_batches_at_once,
     next_draw,
     size_of_next,
+    state_bytes,
 )
+from swarmd.protocol.runs.recipe import Optimizer, Recipe
 from swarmd.values import PeerId
 
 A, B = PeerId("a"), PeerId("b")
@@ -32,12 +38,14 @@ def test_blocks_are_divided_as_equally_as_can_be() -> None:
 
 
 def test_as_few_stages_as_members_can_hold() -> None:
-    size = ModelSize(n_blocks=8, block=50_000_000, ends=50_000_000)  # 0.8 GB a block
-    assert choose_stages(size, [32 * GB]).action == 1
-    assert choose_stages(size, [8 * GB, 8 * GB, 8 * GB]).action == 2
-    four = choose_stages(size, [5 * GB] * 5)
+    size = ModelSize(n_blocks=8, block=50_000_000, ends=50_000_000, state_bytes=16)  # 0.8 GB a block
+    assert choose_stages(size, [16 * GB]).action == 1
+    assert choose_stages(size, [4 * GB, 4 * GB, 4 * GB]).action == 2
+    four = choose_stages(size, [5 * GB // 2] * 5)
     assert (four.action, four.reason) == (4, "2 blocks each take 2.2 GB of a holder's memory")
-    none = choose_stages(size, [2 * GB] * 20)
+    assert fit_stages(size, 4, [5 * GB // 2] * 5).action == 4
+    assert "where 2.2 GB more are needed, 1.0 GB are left" in fit_stages(size, 4, [1 * GB] * 50).reason
+    none = choose_stages(size, [1 * GB] * 20)
     assert none.action == 0
     assert "8.4 GB to train" in none.reason
     assert choose_stages(size, []).action == 0
@@ -57,6 +65,25 @@ def test_a_driver_sends_what_an_update_lacks_and_no_more() -> None:
     assert size_of_next(target=32, gathered=27, under_way=2, micro=4, at_once=4) == 3
     assert size_of_next(target=32, gathered=28, under_way=4, micro=4, at_once=4) == 0
     assert size_of_next(target=32, gathered=0, under_way=16, micro=4, at_once=4) == 0, "two for each stage"
+
+
+def test_a_pipeline_is_as_fast_as_its_slowest_stage() -> None:
+    forecast = forecast_pipeline({0: [20.0], 1: [4.0, 2.0], 2: [8.0]})
+    assert (forecast.samples_per_s, forecast.slowest) == (6.0, 1)
+    assert forecast.with_one_more == 8.0, "then another one is the slowest"
+    assert forecast_pipeline({0: [20.0], 1: [], 2: []}).lacking == (1, 2)
+    assert forecast_pipeline({0: [20.0], 1: [0.0]}).slowest is None, "not known yet"
+
+
+def test_what_a_holder_keeps_of_a_parameter() -> None:
+    def bytes_of(kind: str, **settings: Any) -> int:
+        optimizer = Optimizer(kind=kind, learning_rate=0.1, momentum=0.9 if kind == "sgd" else 0.0)
+        return state_bytes(Recipe("r", "m", "d", stages=(0, 1), optimizer=optimizer, **settings))
+
+    assert bytes_of("sgd") == 12
+    assert bytes_of("adamw") == 16
+    assert bytes_of("adamw", audit=32) == 20
+    assert bytes_of("adamw", synchronisation="delayed") == 24
 
 
 def test_there_is_enough_under_way_for_all_holders() -> None:
