@@ -170,12 +170,12 @@ def micro_batches_at_once(n_holders: Iterable[int], n_drivers: int) -> int:
     return PER_HOLDER * max(len(holders), math.ceil(sum(holders) / n_drivers))
 
 
-def size_of_next(target: int, gathered: float, under_way: int, micro: int, at_once: int) -> int:
+def size_of_next(target: int, gathered: float, under_way: int, micro: int, at_once: int, n_drivers: int) -> int:
     """How many samples a driver sends next; 0: none now. ``under_way``: its own samples that are not back yet.
 
-    ``at_once``: micro-batches (``micro_batches_at_once``).
+    The other drivers are taken to have as many. ``at_once``: micro-batches (``micro_batches_at_once``).
     """
-    lacking = math.ceil(target - gathered) - under_way
+    lacking = math.ceil(target - gathered) - n_drivers * under_way
     if under_way >= at_once * micro:
         return 0
     return max(0, min(micro, lacking))

@@ -18,7 +18,15 @@ import trio
 from swarmd.errors import PeerError, PeerTimeout, Refused, SwarmError, SwarmUnavailable, Unreachable
 from swarmd.net.tasks import Tasks
 from swarmd.plan.runs.ledger import Ledger
-from swarmd.plan.runs.stages import HolderLoad, choose_holder, micro_batches_at_once, next_draw, size_of_next
+from swarmd.plan.runs.stages import (
+    PER_HOLDER,
+    HolderLoad,
+    choose_holder,
+    micro_batches_at_once,
+    next_draw,
+    size_of_next,
+)
+from swarmd.plan.runs.trip_window import TripWindow
 from swarmd.protocol.runs.recipe import ENDS, Run
 from swarmd.protocol.wire.stages import StageBackward, StageCopy, StageForward, StagePass, StageWatch
 from swarmd.train.stages.computing import StageComputing, Stale
@@ -102,6 +110,8 @@ class Driver:
         self._next = 0
         self._samples_under_way = 0
         self._n_holders: dict[int, int] = {}  # of each stage, when one was last chosen
+        self._least_at_once = 1
+        self._window = TripWindow()
         self._watched: dict[tuple[int, PeerId, int], tuple[PeerId, int]] = {}  # by stage and auditor, two updates each
         self._seen: dict[tuple[int, PeerId], HolderLoad] = {}
         self._last_stage = len(run.recipe.first_blocks)
@@ -140,12 +150,16 @@ class Driver:
         # Where rounds overlap with computing, what comes after the target is of the next update: nothing runs dry.
         n_wanted = 2 * batch.target if self._recipe.overlaps else batch.target
         n_holders = [self._n_holders.get(stage, 0) for stage in range(1, self._last_stage + 1)]
-        at_once = micro_batches_at_once(n_holders, 1 + len(others))
-        return size_of_next(n_wanted, gathered, self._samples_under_way, batch.micro, at_once)
+        n_drivers = 1 + len(others)
+        self._least_at_once = micro_batches_at_once(n_holders, n_drivers)
+        at_once = self._least_at_once + int(self._window.more)
+        return size_of_next(n_wanted, gathered, self._samples_under_way, batch.micro, at_once, n_drivers)
 
     async def _drive(self, first: int, n: int, update: int) -> None:
         """Drive one micro-batch there and back, or give it up."""
         trip: Trip | None = None
+        began_at = trio.current_time()
+        n_with_it = self.n_under_way
         try:
             rows = await self._data.read(self._me, first, n)
             batch = self._computing.batches.open(self._me, first, n, update)
@@ -158,6 +172,8 @@ class Driver:
                 await self._backward(trip, stage)
             await self._add_ends(trip)
             trip.is_done = True
+            if n == self._recipe.batch.micro:
+                self._window.note(trio.current_time() - began_at, n_with_it, self._least_at_once // PER_HOLDER)
         except Stale as stale:
             self.doing = f"draws from {first} are of update {update}; a stage is at {stale.update} by now"
         except SwarmError as error:

@@ -61,10 +61,10 @@ def test_who_will_be_done_first_computes() -> None:
 
 
 def test_a_driver_sends_what_an_update_lacks_and_no_more() -> None:
-    assert size_of_next(target=32, gathered=0, under_way=0, micro=4, at_once=4) == 4
-    assert size_of_next(target=32, gathered=27, under_way=2, micro=4, at_once=4) == 3
-    assert size_of_next(target=32, gathered=28, under_way=4, micro=4, at_once=4) == 0
-    assert size_of_next(target=32, gathered=0, under_way=16, micro=4, at_once=4) == 0, "two for each stage"
+    assert size_of_next(target=32, gathered=0, under_way=0, micro=4, at_once=4, n_drivers=1) == 4
+    assert size_of_next(target=32, gathered=27, under_way=2, micro=4, at_once=4, n_drivers=1) == 3
+    assert size_of_next(target=32, gathered=28, under_way=4, micro=4, at_once=4, n_drivers=1) == 0
+    assert size_of_next(target=32, gathered=0, under_way=16, micro=4, at_once=4, n_drivers=1) == 0, "two for each stage"
 
 
 def test_a_pipeline_is_as_fast_as_its_slowest_stage() -> None:
@@ -84,6 +84,11 @@ def test_what_a_holder_keeps_of_a_parameter() -> None:
     assert bytes_of("adamw") == 16
     assert bytes_of("adamw", audit=32) == 20
     assert bytes_of("adamw", synchronisation="delayed") == 24
+
+
+def test_others_are_taken_to_have_as_many_under_way() -> None:
+    assert size_of_next(target=32, gathered=16, under_way=8, micro=4, at_once=8, n_drivers=2) == 0
+    assert size_of_next(target=32, gathered=16, under_way=4, micro=4, at_once=8, n_drivers=2) == 4
 
 
 def test_there_is_enough_under_way_for_all_holders() -> None:
