@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -74,14 +75,22 @@ class Learner:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
-def learn(optimizer: Optimizer, delay: int, options: argparse.Namespace, seed: int, rows: torch.Tensor) -> float:
-    """Train from nothing; returns the loss of what was held back."""
+def learn(
+    optimizer: Optimizer,
+    delay: int,
+    options: argparse.Namespace,
+    seed: int,
+    rows: torch.Tensor,
+    prepare: Callable[[Any], None] = lambda model: None,
+) -> float:
+    """Train from nothing, a model that was changed by ``prepare``; returns the loss of what was held back."""
     size = {
         "hidden_size": options.width,
         "intermediate_size": 8 * options.width // 3,
         "num_hidden_layers": options.layers,
     }
     learner = Learner(optimizer, options.updates, seed, size)
+    prepare(learner.model)
     held_back, learned = rows[:N_HELD_BACK], rows[N_HELD_BACK:]
     rng = torch.Generator().manual_seed(100 + seed)
     late: list[np.ndarray] = []
