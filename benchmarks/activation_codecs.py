@@ -31,7 +31,7 @@ class Border(torch.autograd.Function):
         return decode_untrusted(encode_activations(hidden, codec), hidden.shape)  # type: ignore[arg-type]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return decode_untrusted(encode_gradient(gradient, ctx.codec), gradient.shape), None  # type: ignore[arg-type]
 
 
@@ -39,7 +39,7 @@ def cut(model: Any, codec: str) -> None:
     """Put borders before the first layer, in the middle, and behind the last one."""
 
     def enter(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (Border.apply(inputs[0], codec), *inputs[1:])
+        return (Border.apply(inputs[0], codec), *inputs[1:])  # type: ignore[no-untyped-call]
 
     layers = model.model.layers
     for module in (layers[0], layers[len(layers) // 2], model.model.norm):

@@ -21,8 +21,7 @@ from swarmd.protocol.runs.recipe import Run
 from swarmd.run_status import RunRow
 from swarmd.train.gradients.worker import WorkerSource
 from swarmd.train.report import report_run
-from swarmd.train.stages.holding import FindLocal
-from swarmd.train.stages.part import StagePorts
+from swarmd.train.stages.holding import FindLocal, StagePorts
 from swarmd.train.stages.source import StageWorker
 from swarmd.train.store import recovery
 from swarmd.train.store.data import Data

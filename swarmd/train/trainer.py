@@ -28,7 +28,8 @@ from swarmd.train.inbox import RunInbox
 from swarmd.train.rounds.joining import Joining
 from swarmd.train.rounds.leadership import LOOK_INTERVAL_S
 from swarmd.train.stages.computing import StageComputing
-from swarmd.train.stages.part import StagePart, StagePorts
+from swarmd.train.stages.holding import StagePorts
+from swarmd.train.stages.part import StagePart
 from swarmd.train.stages.source import StageSource
 from swarmd.train.store.catching_up import CatchingUp
 from swarmd.train.store.checkpoints import StateCheckpoints

@@ -23,6 +23,7 @@ from swarmd.protocol.wire.stages import (
     StageWatch,
     WantActivations,
 )
+from swarmd.train.stages.auditing import HolderWatch
 from swarmd.train.stages.holding import MOST_ASKED
 from swarmd.train.stages.micro_batches import MOST_BYTES, KeptMicroBatches
 from tests.train.stage_world import StageMember, StageWorld, in_stages
@@ -125,7 +126,7 @@ async def test_watching_is_for_holders_of_the_stage(virtual_time: MockClock) -> 
             StageWatch(stage=2, peer=victim.peer, update=now + 9),
         ):
             part.driver.take_watch(attacker.peer, message)
-            assert not part.driver._watched, message
+            assert not part.driver._watchers._watches, message
 
 
 async def test_a_copy_that_nobody_wanted_is_not_computed(virtual_time: MockClock) -> None:
@@ -136,6 +137,34 @@ async def test_a_copy_that_nobody_wanted_is_not_computed(virtual_time: MockClock
         run = world.run.in_stage(1).id
         copy = StageCopy(run=run, update=10**6, driver=driver.peer, first=0, n=2, source=one.peer, peer=other.peer)
         assert (await refusal(driver, one, copy)).code is Code.NOT_HELD
+
+
+async def test_what_a_driver_has_not_signed_is_not_held_against_it(virtual_time: MockClock) -> None:
+    """A holder of blocks says that a driver gave it something else: who watches that driver takes no such copy."""
+    async with in_stages(34, (0,), (0,), (1,), (2,), audit=8) as world:
+        await world.until(2)
+        watched, auditor = (m for m in world.members.values() if 0 in m.sources)
+        holder = next(m for m in world.members.values() if 1 in m.sources)
+        part = auditor.of_stage(0).stage
+        assert part is not None
+        watch = HolderWatch(watched.peer, world.epoch + 1)
+        part.audits._watches.append(watch)
+        copy = StageCopy(
+            run=world.run.in_stage(0).id,
+            update=watch.update,
+            driver=watched.peer,
+            peer=watched.peer,
+            first=0,
+            n=2,
+            gradient_source=holder.peer,
+            forward_digest=bytes(32),
+            signature=bytes(64),
+        )
+        assert (await refusal(holder, auditor, copy)).code is Code.MALFORMED
+        third = next(m for m in world.members.values() if 2 in m.sources)
+        assert "what it has itself" in str(await refusal(third, auditor, copy))
+        assert not watch.wrong
+        assert not auditor.rpc.standing.is_shunned(watched.peer)
 
 
 async def test_who_accuses_shows_a_commit_of_both(virtual_time: MockClock) -> None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from swarmd.compute.runs import gradients, stages
@@ -25,6 +26,7 @@ LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 STAGE_LIES = ("stages: wrong activations", "stages: wrong gradients passed on", "stages: a wrong sum")
+OTHER_ROWS = "stages: other rows"  # of who drives
 
 
 class LyingStage(stages.TrainedStage):
@@ -33,6 +35,8 @@ class LyingStage(stages.TrainedStage):
     def compute(self, message: ComputeStage, inputs: StageInputs) -> tuple[float, bytes]:
         lie = os.environ.get(VARIABLE, "")
         self._factor = -1.0 if (lie, message.act) == ("stages: a wrong sum", "backward") else 1.0
+        if (lie, message.act) == (OTHER_ROWS, "embed"):
+            inputs = replace(inputs, ids=inputs.ids[4:] + inputs.ids[:4])
         loss, result = super().compute(message, inputs)
         shape = self._shape(inputs.n)
         if (lie, message.act) == ("stages: wrong activations", "forward"):

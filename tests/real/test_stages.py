@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 from tests.real.liars import VARIABLE
-from tests.real.lying_trainers import STAGE_LIES
+from tests.real.lying_trainers import OTHER_ROWS, STAGE_LIES
 from tests.real.stages import (
     errors_of_replay,
     held_by,
@@ -33,6 +33,7 @@ from tests.real.training import OPTIMIZERS, ROOT, command, is_back
 pytestmark = pytest.mark.slow
 
 CLIPPED = 'kind = "adamw"\nlearning_rate = 0.002\nclip_norm = 0.5'
+MORE_LIES = [(STAGE_LIES[0], 1), (STAGE_LIES[1], 1), (OTHER_ROWS, 0)]  # and of which stage
 BOUND = 1e-5  # relative L2: sums in float32, in another order
 OF_360M: dict[str, Any] = {
     "hidden_size": 960,
@@ -116,9 +117,10 @@ def test_a_random_holder_is_killed_every_third_update(tmp_path: Path, optimizer:
 
 
 @pytest.mark.parametrize(
-    "lie", [STAGE_LIES[2], *(pytest.param(lie, marks=pytest.mark.prove) for lie in STAGE_LIES[:2])]
+    ("lie", "stage"),
+    [(STAGE_LIES[2], 1), *(pytest.param(lie, stage, marks=pytest.mark.prove) for lie, stage in MORE_LIES)],
 )
-def test_a_holder_that_lies_is_left_out(tmp_path: Path, lie: str) -> None:
+def test_a_holder_that_lies_is_left_out(tmp_path: Path, lie: str, stage: int) -> None:
     """Two others of its stage find it out, each for itself; no honest one is left out."""
     with local_swarm(tmp_path) as swarm:
         starter, one, two = honest = [swarm.add("--no-serve") for _ in range(3)]
@@ -127,11 +129,13 @@ def test_a_holder_that_lies_is_left_out(tmp_path: Path, lie: str) -> None:
         liar.start()
         swarm.wait_online()
         start_in_stages(starter, 1, target=32, steps=400, audit=32)
+        if stage == 0:
+            join_stage(swarm, starter, 1)
         for volunteer in (one, two, liar):
-            join_stage(swarm, volunteer, 1)
+            join_stage(swarm, volunteer, stage)
         swarm.wait(lambda: all(liar.peer in shunned_by(v) for v in honest), "all to have left the liar out")
         found_at = update_of(starter)
-        print(f"{lie}: left out at update {found_at}, {rows_of(one)[1]['audits']}")
+        print(f"{lie}: left out at update {found_at}, {rows_of(one)[stage]['audits']}")
         wait_stages(swarm, honest, found_at + 4)
         assert {peer for v in honest for peer in shunned_by(v)} == {liar.peer}
 

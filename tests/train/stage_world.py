@@ -29,8 +29,7 @@ from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Pong
 from swarmd.protocol.wire.worker import ComputeStage, StageErrors, StageInputs
 from swarmd.train.gradients.source import SourceLost
-from swarmd.train.stages.holding import StageHolder
-from swarmd.train.stages.part import StagePorts
+from swarmd.train.stages.holding import StageHolder, StagePorts
 from swarmd.train.store.recovery import Get
 from swarmd.train.store.services import TrainerServices
 from swarmd.train.trainer import Trainer
@@ -85,20 +84,27 @@ class ToyStage:
         if request.is_fresh:
             total[:] = 0
         if act == "embed":
-            return 0.0, np.stack([_point(int(row[0]), WIDTH).astype(np.float32) for row in rows]).tobytes()
+            shift = 1 if self.lie == "other rows" else 0
+            return 0.0, np.stack([_point(int(row[0]) + shift, WIDTH).astype(np.float32) for row in rows]).tobytes()
         if act == "forward":
             return 0.0, ((forward + parameters) * (1.2 if self.lie == "forward" else 1)).tobytes()
         if act == "backward":
             total += backward.sum(0) * (-1 if self.lie == "sum" else 1)
             return 0.0, (backward * (-1 if self.lie == "backward" else 1)).tobytes()
-        if act == "check":
+        if act == "check" and not inputs.ids:
             total += backward.sum(0)
             errors = [_errors(inputs.given_forward, forward + parameters), _errors(inputs.given_backward, backward)]
             return 0.0, msgspec.msgpack.encode(StageErrors(*errors))
-        out = forward + parameters
-        if act == "add":
+        out = forward + parameters if forward.size else forward
+        loss = float((out * out).sum()) / 2
+        if act == "check":
             total += out.sum(0)
-        return float((out * out).sum()) / 2, out.tobytes()
+            embedded = np.stack([_point(int(row[0]), WIDTH).astype(np.float32) for row in rows])
+            errors = [_errors(inputs.given_forward, embedded), _errors(inputs.given_backward, out)]
+            return loss, msgspec.msgpack.encode(StageErrors(*errors))
+        if act == "add":
+            total += out.sum(0) * (-1 if self.lie == "sum" else 1)
+        return loss, (out * (2 if self.lie == "head" else 1)).tobytes()
 
     async def close(self) -> None: ...
 

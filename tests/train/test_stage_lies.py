@@ -9,6 +9,7 @@ from trio.testing import MockClock
 from tests.train.stage_world import StageMember, StageWorld, ends_of, in_stages
 
 LIES = ("forward", "backward", "sum", "never updated")
+OF_DRIVERS = ("other rows", "head", "sum", "never updated")
 
 
 def blamed(world: StageWorld) -> set[str]:
@@ -41,9 +42,32 @@ async def test_a_liar_is_found_and_nobody_else_is_blamed(virtual_time: MockClock
         await world.until(world.epoch + 3)
 
 
+@pytest.mark.parametrize("lie", OF_DRIVERS)
+@pytest.mark.parametrize("n_stages", [1, 2])
+async def test_a_driver_that_lies_is_found(virtual_time: MockClock, lie: str, n_stages: int) -> None:
+    """Two other drivers find it out, from what holders of blocks had from it; those compute no more for it."""
+    blocks = [(stage,) for stage in range(1, n_stages + 1)]
+    async with in_stages(23, (0,), (0,), (0,), *blocks, *blocks, n_stages=n_stages, audit=8) as world:
+        await world.until(2)
+        liar, *others = ends_of(world)
+        liar.sources[0].lie = lie
+        world.is_honest = False
+        began = world.epoch
+        honest = [m for m in world.members.values() if m.sources and m is not liar]
+        with trio.fail_after(600):
+            while not all(m.rpc.standing.is_shunned(liar.peer) for m in honest):
+                await trio.sleep(0.1)
+        print(f"{lie}, {n_stages} stages: {world.epoch - began} updates")
+        assert blamed(world) == {liar.peer}
+        world.crash(liar)
+        await world.until(world.epoch + 3)
+        assert others
+
+
 async def test_the_honest_are_found_right(virtual_time: MockClock) -> None:
     async with in_stages(22, (0,), (0,), (1,), (1,), (2,), (2,), audit=8) as world:
         await world.until(12)
-        counts = [m.of_stage(stage).audits.counts for stage in (1, 2) for m in holders(world, stage)]
+        counts = [m.of_stage(stage).audits.counts for stage in (0, 1, 2) for m in holders(world, stage)]
+        assert all(count.checked for count in counts)
         assert sum(count.checked for count in counts) > 10
         assert blamed(world) == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 N_TRIPS = 512  # after which the shortest is looked for anew, with none more under way
-MOST_MORE = 60.0
+MOST_MORE = 60.0  # each is kept by two holders at a time: hidden states of a micro-batch, some MB
 STEP = 0.5  # for each trip that ends: half as many again, or half as many fewer, in the time of one
 SMOOTHING = 0.3  # weight of the newest trip in how long they usually take
 

@@ -13,13 +13,17 @@ from swarmd.protocol.fields import Count, Digest, Index, Message, Name, Part, Re
 from swarmd.protocol.runs.commit import Finite
 
 NumberOfDraws = Annotated[int, msgspec.Meta(ge=1, le=4_096)]
+PassSignature = Annotated[bytes, msgspec.Meta(max_length=64)]
+Direction = Literal["forward", "backward", "entered", "returned"]
+PASS_DOMAIN = b"swarmd stage pass 1\0"
 
 
 class StagePass(Request, frozen=True):
     """Driver to holder: compute a pass of draws ``first`` to ``first + n`` of ``driver``, on the state of ``update``.
 
     ``run`` is the stage's ledger, which says which state that is. ``source`` has what goes forward, and has told the
-    driver its SHA-256: what comes from there must be that.
+    driver its SHA-256: what comes from there must be that. ``signature``: the driver's, where it is the source itself
+    (``statement_of``).
     """
 
     run: Name = ""
@@ -29,6 +33,12 @@ class StagePass(Request, frozen=True):
     n: NumberOfDraws = 1
     source: Name = ""
     source_digest: Digest = b""
+    signature: PassSignature = b""
+
+
+def statement_of(message: StagePass, digest: bytes, loss: float) -> bytes:
+    """What a driver signs under ``PASS_DOMAIN``: what it gives to a pass, by its hash, and the loss, if it is known."""
+    return msgspec.msgpack.encode((message.run, message.update, message.driver, message.first, message.n, digest, loss))
 
 
 class StageForward(StagePass, tag="stage_forward", frozen=True):
@@ -43,13 +53,15 @@ class StageBackward(StagePass, tag="stage_backward", frozen=True):
 
     gradient_source: Name = ""
     gradient_digest: Digest = b""
+    gradient_signature: PassSignature = b""
     loss: Finite = 0.0
 
 
 class StageWatch(Message, tag="stage_watch", frozen=True):
-    """Holder to drivers: tell me of each micro-batch that ``peer`` adds on the state of ``update``: I compute it again.
+    """Tell me of each micro-batch that ``peer`` adds on the state of ``update``: I compute it again.
 
-    ``run`` is the ledger of the model's ends; ``stage`` is that of both holders.
+    A holder says it to drivers; a driver, of another one, to holders of the first and the last stage of blocks.
+    ``run`` is the ledger of who is told; ``stage`` is that of both who watches and who is watched.
     """
 
     run: Name = ""
@@ -59,9 +71,11 @@ class StageWatch(Message, tag="stage_watch", frozen=True):
 
 
 class StageCopy(StageBackward, tag="stage_copy", frozen=True):
-    """Driver to a holder that watches ``peer``: it has added this micro-batch. Answered by ``StageDone``.
+    """To a holder that watches ``peer``: it has added this micro-batch. Answered by ``StageDone``.
 
-    ``forward_digest`` and ``backward_digest`` are of what it says has come of it.
+    ``forward_digest`` and ``backward_digest`` are of what it says has come of it. Of a driver two holders say a half
+    each: that of the first stage of blocks has what went in there, and the gradient that came back; that of the last
+    stage has what went out there, and the gradient that came in.
     """
 
     peer: Name = ""
@@ -91,13 +105,16 @@ class StageForget(Message, tag="stage_forget", frozen=True):
 
 
 class WantActivations(Request, tag="want_activations", frozen=True):
-    """Holder to holder: give me a part of what left your stage of a micro-batch, forward or back."""
+    """Holder to holder: give me a part of what left your stage of a micro-batch, forward or back.
+
+    Or of what has come there: what ``entered`` the stage, and what was ``returned`` to it, kept for who watches.
+    """
 
     run: Name = ""
     update: Count = 0
     driver: Name = ""
     first: Count = 0
-    direction: Literal["forward", "backward"] = "forward"
+    direction: Direction = "forward"
     part: Index = 0
 
 

@@ -21,7 +21,6 @@ from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import BackedCommit, ContributionShare
 from swarmd.protocol.runs.commit import Commit
-from swarmd.protocol.runs.recipe import ENDS
 from swarmd.protocol.wire.rounds import Contradict
 from swarmd.train.gradients.accusations import Accusations
 from swarmd.train.gradients.recheck import Recheck, open_recheck
@@ -96,7 +95,7 @@ class GradientAudits:
         if not self._recipe.audit:
             return self._recipe.why_not_audited or "the recipe asks for none"
         if self._ledger.run.stage is not None:  # train.stages.auditing
-            return "who drives is not computed again" if self._ledger.run.stage == ENDS else ""
+            return ""
         return self._source.why_not_again if self._source is not None else "this peer does not compute"
 
     # --- whom to look at -----------------------------------------------------------------------------------------

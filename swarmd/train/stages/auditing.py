@@ -1,9 +1,10 @@
 """Computes again what another holder of a stage adds in an update, and tells when something else comes of it.
 
 Whom a holder watches is its own draw (plan.trust.gradient_audits), made an update ahead. Drivers tell it of each
-micro-batch that the other one has added: it fetches what that took from where the other one had it from, and what the
-other one says has come of it. So each result is compared and, once a commit says what it has given to the round, the
-sum of all its gradients.
+micro-batch that the other one has added; of a driver the holders of the first and the last stage of blocks tell another
+one (train.stages.witnessing). It fetches what that took from where the other one had it from, its rows from the run's
+data, and what the other one says has come of it. So each result is compared and, once a commit says what it has given
+to the round, the sum of all its gradients.
 
 Nobody else can compute it again once it is over. So what one holder finds is one word, however often it finds it, here
 and elsewhere; who hears of it watches the same peer next, and after the words of two it is left out, by all at nearly
@@ -24,9 +25,10 @@ from swarmd.errors import Code, IntegrityError, PeerError, Refused, SwarmError
 from swarmd.net.tasks import Tasks
 from swarmd.plan.trust import gradient_audits
 from swarmd.plan.trust.equality import bound_of_codec, is_equal
-from swarmd.plan.trust.gradient_audits import RecheckResult
+from swarmd.plan.trust.gradient_audits import LOSS_BOUND, RecheckResult
 from swarmd.plan.trust.judge import AuditVerdict
 from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.fields import Message
 from swarmd.protocol.runs import backing
 from swarmd.protocol.runs import commit as commits
 from swarmd.protocol.runs.backing import ContributionShare
@@ -34,15 +36,15 @@ from swarmd.protocol.runs.commit import Commit, DrawRange
 from swarmd.protocol.runs.recipe import CHECKED, ENDS
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.rounds import Contradict
-from swarmd.protocol.wire.stages import StageCopy, StageWatch
+from swarmd.protocol.wire.stages import Direction, StageCopy, StageWatch
 from swarmd.protocol.wire.worker import StageErrors, StageInputs
 from swarmd.train.gradients.accusations import require_counted
 from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.gradients.recheck import result_of
 from swarmd.train.stages.computing import StageComputing, Stale
-from swarmd.train.stages.holding import Direction, FindLocal, Lacking, StageHolder
+from swarmd.train.stages.holding import Lacking, StageHolder, StagePorts
 from swarmd.train.stages.micro_batches import KeptMicroBatch
-from swarmd.train.stages.source import StageSource
+from swarmd.train.stages.witnessing import require_signed
 from swarmd.train.store import recovery
 from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.members import Members
@@ -60,7 +62,8 @@ MOST_BYTES = 256 * 2**20  # of what waits to be computed again
 class HolderWatch:
     """Whom this peer watches in one update, and what has come of it: of ``n`` samples, of those ``draws``.
 
-    ``wrong`` says what is; ``lacking`` why the sum cannot be compared.
+    ``wrong`` says what is; ``lacking`` why the sum cannot be compared. ``halves``: what one of two holders has told
+    of a driver's micro-batches, by their first draw.
     """
 
     peer: PeerId
@@ -72,6 +75,7 @@ class HolderWatch:
     lacking: str = ""
     n_waiting: int = 0
     waiting_bytes: int = 0
+    halves: dict[int, StageInputs] = field(default_factory=dict)
 
 
 # At commit k, which makes the state of update k:
@@ -88,9 +92,8 @@ class StageAudits:
         computing: StageComputing,
         holder: StageHolder,
         audits: GradientAudits,
-        source: StageSource,
+        ports: StagePorts,
         stages: dict[int, Members],
-        find_local: FindLocal,
         tasks: Tasks,
     ) -> None:
         self._services = services
@@ -100,9 +103,8 @@ class StageAudits:
         self._computing = computing
         self._holder = holder
         self._audits = audits
-        self._source = source
+        self._ports = ports
         self._stages = stages
-        self._find_local = find_local
         self._tasks = tasks
         self._watches: list[HolderWatch] = []
         self._suspected: PeerId | None = None
@@ -112,7 +114,7 @@ class StageAudits:
 
     def consider_commit(self, commit: Commit) -> None:
         """Judge who was watched, by a commit that is about to be applied, and draw who is watched next."""
-        if not self._recipe.audit or self._run.stage == ENDS:
+        if not self._recipe.audit:
             return
         shares = self._audits.shares_of(commit)
         self._counted.update({peer: (commit, share) for peer, share in shares.items()})
@@ -125,10 +127,10 @@ class StageAudits:
         if drawn is not None:
             watch = HolderWatch(drawn, commit.epoch + 1)
             self._watches.append(watch)
-            self._tasks.start_soon(self._tell_drivers, watch)
+            self._tasks.start_soon(self._tell_watched, watch)
 
     def suspect(self, peer: PeerId) -> None:
-        """HolderWatch next whom another holder of the stage has found wrong."""
+        """Watch next whom another holder of the stage has found wrong."""
         if peer != self._services.me:
             self._suspected = peer
 
@@ -136,23 +138,33 @@ class StageAudits:
         """Forget who is watched: the state here does not follow from the one before."""
         self._watches = []
 
-    async def _tell_drivers(self, watch: HolderWatch) -> None:
-        ends = self._stages[ENDS]
+    @property
+    def _tellers(self) -> list[Members]:
+        """Who can tell what holders of this stage add: drivers, or of those the first and the last stage of blocks."""
+        if self._run.stage != ENDS:
+            return [self._stages[ENDS]]
+        return [self._stages[stage] for stage in sorted({1, len(self._stages) - 1})]
+
+    async def _tell_watched(self, watch: HolderWatch) -> None:
+        """Tell those that can tell of it whom this peer watches."""
         assert self._run.stage is not None
-        message = StageWatch(run=ends.run, stage=self._run.stage, peer=watch.peer, update=watch.update)
-        local = self._find_local(ends.run)
-        if local is not None and local.take_watch is not None:
-            local.take_watch(self._services.me, message)
         async with trio.open_nursery() as nursery:
-            for peer in ends.look(trio.current_time()):
-                nursery.start_soon(tell_peer, self._rpc, peer, lambda channel: channel.send(message))
+            for members in self._tellers:
+                message = StageWatch(run=members.run, stage=self._run.stage, peer=watch.peer, update=watch.update)
+                local = self._ports.find_local(members.run)
+                if local is not None and local.take_watch is not None:
+                    local.take_watch(self._services.me, message)
+                self._send(nursery, members, message)
+
+    def _send(self, nursery: trio.Nursery, members: Members, message: Message, payload: bytes = b"") -> None:
+        for peer in members.look(trio.current_time()):
+            nursery.start_soon(tell_peer, self._rpc, peer, lambda channel: channel.send(message, payload))
 
     # --- what it added, again ----------------------------------------------------------------------------------
 
     async def take_copy(self, message: StageCopy) -> None:
         """Fetch what a pass took and what came of it, to compute it again. Raises Refused or Lacking."""
-        watched = ((w.peer, w.update) == (message.peer, message.update) for w in self._watches)
-        watch = next((w for w, is_it in zip(self._watches, watched, strict=True) if is_it), None)
+        watch = next((w for w in self._watches if (w.peer, w.update) == (message.peer, message.update)), None)
         if watch is None:
             raise Refused(Code.NOT_HELD, "nobody computes that again here")
         batch = KeptMicroBatch(message.driver, message.first, message.n, message.update)
@@ -160,20 +172,28 @@ class StageAudits:
         try:
             if sum(w.waiting_bytes for w in self._watches) > MOST_BYTES:
                 raise Refused(Code.NO_CAPACITY, "too much waits here to be computed again")
-            inputs = StageInputs(
-                message.n,
-                b"",
-                await self._holder.fetch_entered(batch, message),
-                await self._holder.fetch_gradient(batch, message),
-                await self._fetch_given(batch, message, "forward", message.forward_digest),
-                await self._fetch_given(batch, message, "backward", message.backward_digest),
-            )
+            inputs = await (self._fetch_of_holder if self._run.stage != ENDS else self._fetch_of_driver)(batch, message)
         except (Lacking, Refused) as error:
             watch.n_waiting -= 1
             watch.lacking = str(error)
             raise
-        watch.waiting_bytes += _size_of(inputs)
-        self._tasks.start_soon(self._check, watch, batch, inputs, message.loss)
+        whole = inputs if self._run.stage != ENDS else self._join_halves(watch, batch.first, inputs)
+        if whole is None:
+            watch.n_waiting -= 1
+            return
+        watch.waiting_bytes += _size_of(whole)
+        self._tasks.start_soon(self._check, watch, batch, whole, message.loss)
+
+    async def _fetch_of_holder(self, batch: KeptMicroBatch, message: StageCopy) -> StageInputs:
+        """Fetch what a holder of blocks has had from others, and what it gave. Raises Lacking."""
+        return StageInputs(
+            message.n,
+            b"",
+            await self._holder.fetch_entered(batch, message),
+            await self._holder.fetch_gradient(batch, message),
+            await self._fetch_given(batch, message, "forward", message.forward_digest),
+            await self._fetch_given(batch, message, "backward", message.backward_digest),
+        )
 
     async def _fetch_given(
         self, batch: KeptMicroBatch, message: StageCopy, direction: Direction, digest: bytes
@@ -187,14 +207,54 @@ class StageAudits:
         except Lacking:
             return b""
 
+    async def _fetch_of_driver(self, batch: KeptMicroBatch, message: StageCopy) -> StageInputs:
+        """Fetch what a driver gave to a holder of the first stage of blocks, and had from it; and so of the last.
+
+        Raises Lacking, or Refused where the driver has not signed that.
+        """
+        first, last = 1, len(self._stages) - 1
+        entered = returned = left = gradient = b""
+        try:
+            if message.gradient_source:
+                require_signed(message, self._stages[first].run, message.forward_digest, 0.0, message.signature)
+                source = PeerId(message.gradient_source)
+                entered = await self._holder.fetch(batch, first, source, "entered", message.forward_digest)
+                gradient = await self._holder.fetch(batch, first, source, "backward", message.gradient_digest)
+            if message.source:
+                signature = message.gradient_signature
+                require_signed(message, self._stages[last].run, message.backward_digest, message.loss, signature)
+                source = PeerId(message.source)
+                returned = await self._holder.fetch(batch, last, source, "returned", message.backward_digest)
+                left = await self._holder.fetch(batch, last, source, "forward", message.source_digest)
+        except IntegrityError as error:
+            raise Refused(Code.MALFORMED, str(error)) from None
+        rows = await self._ports.data.read(message.driver, message.first, message.n)
+        return StageInputs(message.n, rows.tobytes(), left, gradient, entered, returned)
+
+    def _join_halves(self, watch: HolderWatch, first: int, half: StageInputs) -> StageInputs | None:
+        """Join what two holders tell of a driver's micro-batch; None while one is missing."""
+        other = watch.halves.pop(first, StageInputs())
+        fields = ("forward", "backward", "given_forward", "given_backward")
+        values = {name: getattr(half, name) or getattr(other, name) for name in fields}
+        joined = msgspec.structs.replace(half, **values)
+        if all(values.values()):
+            return joined
+        watch.halves[first] = joined
+        return None
+
     async def _check(self, watch: HolderWatch, batch: KeptMicroBatch, inputs: StageInputs, loss: float) -> None:
         try:
             while (self._computing.update or 0) < watch.update:
                 await self._services.news.wait()
             async with self._turn:
-                errors = await self._computing.check(batch, inputs, is_fresh=not watch.n)
+                own_loss, errors = await self._computing.check(batch, inputs, is_fresh=not watch.n)
             self._note(watch, batch, errors)
-            watch.loss += loss
+            if self._run.stage != ENDS:
+                watch.loss += loss  # as its driver says
+            else:
+                watch.loss += own_loss
+                if abs(loss - own_loss) > LOSS_BOUND * abs(own_loss):
+                    watch.wrong = f"it says a loss of {loss:.4g} of draws from {batch.first}, which is {own_loss:.4g}"
         except (Stale, SwarmError) as error:
             watch.lacking = f"draws from {batch.first} could not be computed again: {error}"
         finally:
@@ -234,17 +294,19 @@ class StageAudits:
         self._audits.charge(ruling, commit, self._services.me)
 
     async def _tell_others(self, peer: PeerId, commit: Commit, share: ContributionShare) -> None:
-        """Tell holders of this stage, and drivers, of one that is wrong, and of a commit that counts it and this one.
+        """Tell holders of this stage, and who works with them, of a wrong one, and of a commit that counts it and this.
 
         It need not be wrong in that commit: it may have been left out of later ones.
         """
         await self._audits.accusations.tell_members(peer, commit, share, {})
-        ends = self._stages[ENDS]
-        message = Contradict(run=ends.run, peer=peer, parent=commit.parent, stage=self._run.stage, update=commit.epoch)
         payload = msgspec.msgpack.encode(share)
+        listening = [members for stage, members in self._stages.items() if (stage == ENDS) != (self._run.stage == ENDS)]
         async with trio.open_nursery() as nursery:
-            for driver in ends.look(trio.current_time()):
-                nursery.start_soon(tell_peer, self._rpc, driver, lambda channel: channel.send(message, payload))
+            for members in listening:
+                message = Contradict(
+                    run=members.run, peer=peer, parent=commit.parent, stage=self._run.stage, update=commit.epoch
+                )
+                self._send(nursery, members, message, payload)
 
     async def _compare(
         self, watch: HolderWatch, commit: Commit, share: ContributionShare | None
@@ -259,7 +321,7 @@ class StageAudits:
             why_not = why_not or "it gave other draws than were seen"
         if why_not or share is None:
             return Decision(True, f"{watch.n} samples; their sum was not compared: {why_not}")
-        total = self._source.vector(CHECKED)
+        total = self._ports.source.vector(CHECKED)
         recomputed, rounding = await self._services.trainer.off_loop(result_of, self._recipe, commit, total, watch.loss)
         signed = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
         return gradient_audits.is_same(signed, recomputed, rounding)
@@ -267,7 +329,7 @@ class StageAudits:
     # --- what holders of other stages say -----------------------------------------------------------------------
 
     async def hear(self, accuser: PeerId, message: Contradict, payload: bytes) -> None:
-        """As a driver, take the word of a holder of another stage that another one gives what is wrong.
+        """Take the word of a holder of another stage, or of a driver, that another one gives what is wrong.
 
         Both have contributed to the commit that it names; the words of two count (Fault.FAULTY_NUMBERS).
         """

@@ -168,11 +168,11 @@ class StageComputing:
         """Add the gradients of both ends of the model."""
         await self._compute_and_add(batch, "add", StageInputs(batch.n, ids, left, gradient), loss)
 
-    async def check(self, batch: KeptMicroBatch, inputs: StageInputs, is_fresh: bool) -> StageErrors:
+    async def check(self, batch: KeptMicroBatch, inputs: StageInputs, is_fresh: bool) -> tuple[float, StageErrors]:
         """Compute again what another holder did, adding to a sum of its own (CHECKED). Raises Stale or SwarmError."""
         async with self._turns.take("check"):
-            _, raw = await self._ask(batch, "check", inputs, is_fresh)
-        return msgspec.msgpack.decode(raw, type=StageErrors)
+            loss, raw = await self._ask(batch, "check", inputs, is_fresh)
+        return loss, msgspec.msgpack.decode(raw, type=StageErrors)
 
     async def _compute_and_add(
         self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, loss: float

@@ -27,11 +27,22 @@ from swarmd.plan.runs.stages import (
     size_of_next,
 )
 from swarmd.plan.runs.trip_window import TripWindow
+from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.recipe import ENDS, Run
-from swarmd.protocol.wire.stages import StageBackward, StageCopy, StageForward, StagePass, StageWatch
+from swarmd.protocol.wire.stages import (
+    PASS_DOMAIN,
+    Direction,
+    StageBackward,
+    StageCopy,
+    StageForward,
+    StagePass,
+    StageWatch,
+    statement_of,
+)
 from swarmd.train.stages.computing import StageComputing, Stale
-from swarmd.train.stages.holding import Direction, Lacking, StageHolder
+from swarmd.train.stages.holding import Lacking, StageHolder
 from swarmd.train.stages.micro_batches import KeptMicroBatch
+from swarmd.train.stages.witnessing import COPY_S, Watchers
 from swarmd.train.store.data import Data
 from swarmd.train.store.members import Members
 from swarmd.train.store.services import Wakeups
@@ -46,8 +57,6 @@ RETRY_S = 0.5  # between two looks for who holds a stage
 FIRST_PASS_S = 150.0  # while it is not known how long passes take
 LEAST_PASS_S = 20.0  # a pass beside other programs on a volunteer's machine, and its way there
 SLOWEST = 10.0  # times what passes of a holder take: others may have sent it many
-COPY_S = 20.0  # for a holder that computes a micro-batch again to fetch what that takes
-FURTHEST_WATCH = 2  # updates ahead: who is watched is drawn one ahead, and the state here may be one behind
 SMOOTHING = 0.3  # weight of the newest pass in how long a holder takes
 
 
@@ -84,7 +93,7 @@ class Driver:
 
     def __init__(
         self,
-        me: PeerId,
+        identity: Identity,
         run: Run,
         ledger: Ledger,
         computing: StageComputing,
@@ -97,7 +106,8 @@ class Driver:
     ) -> None:
         self.doing = ""
         self.n_under_way = 0
-        self._me = me
+        self._me = me = identity.peer_id
+        self._identity = identity
         self._recipe = run.recipe
         self._ledger = ledger
         self._computing = computing
@@ -112,7 +122,7 @@ class Driver:
         self._n_holders: dict[int, int] = {}  # of each stage, when one was last chosen
         self._least_at_once = 1
         self._window = TripWindow()
-        self._watched: dict[tuple[int, PeerId, int], tuple[PeerId, int]] = {}  # by stage and auditor, two updates each
+        self._watchers = Watchers(me)
         self._seen: dict[tuple[int, PeerId], HolderLoad] = {}
         self._last_stage = len(run.recipe.first_blocks)
 
@@ -294,19 +304,14 @@ class Driver:
     def take_watch(self, auditor: PeerId, message: StageWatch) -> None:
         """Tell a holder from now on what another one of its stage adds on the state of an update."""
         members = self._stages.get(message.stage)
-        here = self._computing.update or 0
-        is_due = here <= message.update <= here + FURTHEST_WATCH
-        if members is None or message.stage == ENDS or auditor == message.peer or not is_due:
-            return
-        if auditor == self._me or auditor in members.look(trio.current_time()):
-            self._watched = {key: watch for key, watch in self._watched.items() if watch[1] >= here}
-            self._watched[message.stage, auditor, message.update % 2] = (PeerId(message.peer), message.update)
+        if members is not None and message.stage != ENDS:
+            self._watchers.add(auditor, message, members, self._computing.update or 0)
 
     async def _send_copies(self, trip: Trip) -> None:
         """Tell those that watch who has added this micro-batch, and have it forgotten once they have what it takes."""
         async with trio.open_nursery() as nursery:
-            for (stage, auditor, _), watch in self._watched.items():
-                if watch == (trip.holders[stage], trip.batch.update):
+            for stage in range(1, self._last_stage + 1):
+                for auditor in self._watchers.of(stage, trip.holders[stage], trip.batch.update):
                     nursery.start_soon(self._send_copy, trip, stage, auditor)
         self._forget(trip)
 
@@ -347,6 +352,7 @@ class Driver:
 
     def _fields(self, trip: Trip, stage: int) -> dict[str, Any]:
         """Return what a message to a holder names, forward and back."""
+        digest = trip.digests.get((stage - 1, "forward"), b"")
         return {
             "run": self._stages[stage].run,
             "update": trip.batch.update,
@@ -354,18 +360,29 @@ class Driver:
             "first": trip.batch.first,
             "n": trip.batch.n,
             "source": trip.holders[stage - 1],
-            "source_digest": trip.digests.get((stage - 1, "forward"), b""),
+            "source_digest": digest,
+            "signature": self._sign(trip, stage, digest, 0.0) if stage == 1 else b"",
         }
 
     def _fields_back(self, trip: Trip, stage: int) -> dict[str, Any]:
         """Return what a message about a backward pass names."""
         behind = (stage + 1) % (self._last_stage + 1)
+        digest = trip.digests[behind, "backward"]
         return {
             **self._fields(trip, stage),
             "gradient_source": trip.holders[behind],
-            "gradient_digest": trip.digests[behind, "backward"],
+            "gradient_digest": digest,
+            "gradient_signature": self._sign(trip, stage, digest, trip.loss) if behind == ENDS else b"",
             "loss": trip.loss,
         }
+
+    def _sign(self, trip: Trip, stage: int, digest: bytes, loss: float) -> bytes:
+        """Sign what this peer gives to a pass itself."""
+        batch = trip.batch
+        message = StagePass(
+            run=self._stages[stage].run, update=batch.update, driver=self._me, first=batch.first, n=batch.n
+        )
+        return self._identity.sign(PASS_DOMAIN, statement_of(message, digest, loss))
 
     async def _ask(self, trip: Trip, stage: int, peer: PeerId, message: StagePass) -> bytes:
         """Have a holder compute a pass; returns the digest of what came of it. Raises Stale, Lacking or PeerError."""

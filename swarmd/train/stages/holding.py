@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 import trio
@@ -20,6 +21,7 @@ from swarmd.protocol.runs.recipe import ENDS, Run
 from swarmd.protocol.wire.messages import AnyMessage, Ping, refusal_for
 from swarmd.protocol.wire.stages import (
     ActivationsAre,
+    Direction,
     StageBackward,
     StageCopy,
     StageDone,
@@ -32,6 +34,8 @@ from swarmd.protocol.wire.stages import (
 from swarmd.train.gradients.source import SourceLost
 from swarmd.train.stages.computing import StageComputing, Stale
 from swarmd.train.stages.micro_batches import KeptMicroBatch
+from swarmd.train.stages.source import StageSource
+from swarmd.train.store.data import Data
 from swarmd.train.store.services import tell_peer
 from swarmd.values import PeerId
 
@@ -45,9 +49,17 @@ MOST_PARTS = 1_024  # of one micro-batch's activations: 1 GiB
 
 PING_S = 1.0  # how often a holder that computes is asked whether it lives
 SILENT_S = 3.0  # without an answer to that: it is taken for dead
-Direction = Literal["forward", "backward"]
 FindLocal = Callable[[str], "StageHolder | None"]
 """Who holds another stage in this daemon, by the stage's ledger; None where nobody does."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePorts:
+    """What a holder of a stage is given: what computes, the run's data, and who holds other stages in this daemon."""
+
+    source: StageSource
+    data: Data
+    find_local: FindLocal
 
 
 class Lacking(Exception):
@@ -55,16 +67,18 @@ class Lacking(Exception):
 
     def __init__(self, direction: Direction) -> None:
         super().__init__(f"what goes {direction} is not kept where it was")
-        self.direction: Direction = direction
+        self.direction: Literal["forward", "backward"] = "backward" if direction == "backward" else "forward"
 
 
 class StageHolder:
     """See the module. ``run`` is the stage; ``may_drive``: does a peer hold the ends of the model?
 
-    ``take_watch`` and ``take_copy``: who takes those messages (train.stages.driving, train.stages.auditing).
+    ``take_watch`` and ``take_copy``: who takes those messages (train.stages.driving, witnessing and auditing);
+    ``on_added``: who hears of each micro-batch that was added, of its message and the gradient that came.
     """
 
     take_watch: Callable[[PeerId, StageWatch], None] | None = None
+    on_added: Callable[[KeptMicroBatch, StageBackward, bytes], None] | None = None
     take_copy: Callable[[StageCopy], Awaitable[None]]
 
     def __init__(
@@ -106,10 +120,7 @@ class StageHolder:
         """Compute what a driver asks for, and say how it went."""
         with suppress(Unreachable):  # its driver is gone: who goes on, if anybody does, asks anew
             try:
-                if message.driver != channel.peer:
-                    raise Refused(Code.MALFORMED, "a driver names itself")
-                if not self._may_drive(channel.peer):
-                    raise Refused(Code.NO_CAPACITY, "who drives holds the model's ends: of you that is not known", 1.0)
+                self._require_sender(channel.peer, message)
                 if self._n_asked >= MOST_ASKED:
                     raise Refused(Code.NO_CAPACITY, f"{MOST_ASKED} passes wait here already", 1.0)
                 self._n_asked += 1
@@ -120,6 +131,17 @@ class StageHolder:
                 await channel.send(done)
             except Refused as error:
                 await channel.send(refusal_for(message, error))
+
+    def _require_sender(self, peer: PeerId, message: StagePass) -> None:
+        """Check that a message about a micro-batch is this peer's to send. Raises Refused."""
+        if self._run.stage == ENDS and isinstance(message, StageCopy):
+            if peer not in (message.source, message.gradient_source):
+                raise Refused(Code.MALFORMED, "a holder tells of what it has itself")
+            return
+        if message.driver != peer:
+            raise Refused(Code.MALFORMED, "a driver names itself")
+        if not self._may_drive(peer):
+            raise Refused(Code.NO_CAPACITY, "who drives holds the model's ends: of you that is not known", 1.0)
 
     async def compute(self, message: StagePass) -> StageDone:
         """Compute a pass, or take one to be computed again, and say how it went. Raises Refused."""
@@ -157,6 +179,8 @@ class StageHolder:
             await self._require_entered(batch, message)
             gradient = await self.fetch_gradient(batch, message)
             await self._computing.backward(batch, gradient, message.loss)
+            if self.on_added is not None:
+                self.on_added(batch, message, gradient)
         return batch.digest("backward")
 
     async def _require_entered(self, batch: KeptMicroBatch, message: StagePass) -> None:
@@ -256,7 +280,7 @@ class StageHolder:
         if source == self._me:
             local = self._find_local(ledger)
             kept = local.batches.find(batch.driver, batch.first, batch.update) if local is not None else None
-            raw = kept.left(direction) if kept is not None else b""
+            raw = kept.find(direction) if kept is not None else b""
             if not raw:
                 raise Lacking(direction)
             return raw
@@ -307,7 +331,7 @@ class StageHolder:
     async def _give(self, channel: Channel, message: WantActivations) -> None:
         """Give a part of what left this stage."""
         batch = self.batches.find(message.driver, message.first, message.update)
-        raw = batch.left(message.direction) if batch is not None else b""
+        raw = batch.find(message.direction) if batch is not None else b""
         n_parts = -(-len(raw) // PART_BYTES)
         if message.part >= n_parts:
             with suppress(Unreachable):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Literal
 
 from swarmd.errors import Code, Refused
+from swarmd.protocol.wire.stages import Direction
 
 MOST_BYTES = 512 * 2**20  # of all that is kept; drivers send no more micro-batches than a stage gets done
 
@@ -23,7 +23,10 @@ class KeptMicroBatch:
     entered: bytes = b""
     forward: bytes = b""
     backward: bytes = b""
+    returned: bytes = b""  # the gradient that has come, where somebody watches the driver
     is_added: bool = False  # its gradients are in the sum, or were
+    is_shown: bool = False  # it is kept until who watches the driver has fetched what that takes
+    is_over: bool = False
 
     @property
     def name(self) -> str:
@@ -33,15 +36,21 @@ class KeptMicroBatch:
     @property
     def n_bytes(self) -> int:
         """What it takes of memory."""
-        return len(self.entered) + len(self.forward) + len(self.backward)
+        return len(self.entered) + len(self.forward) + len(self.backward) + len(self.returned)
 
-    def left(self, direction: Literal["forward", "backward"]) -> bytes:
-        """What left the stage, forward or back; b"" while it has not."""
-        return self.forward if direction == "forward" else self.backward
+    def find(self, direction: Direction) -> bytes:
+        """Find what left the stage, or has come to it; b"" while that has not happened."""
+        kept = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "entered": self.entered,
+            "returned": self.returned,
+        }
+        return kept[direction]
 
-    def digest(self, direction: Literal["forward", "backward"]) -> bytes:
+    def digest(self, direction: Direction) -> bytes:
         """The SHA-256 of what left the stage."""
-        return hashlib.sha256(self.left(direction)).digest()
+        return hashlib.sha256(self.find(direction)).digest()
 
     @property
     def is_under_way(self) -> bool:
@@ -74,8 +83,12 @@ class KeptMicroBatches:
         return batch
 
     def forget(self, driver: str, first: int) -> None:
-        """Forget a micro-batch that is over."""
-        self._kept.pop((driver, first), None)
+        """Forget a micro-batch that is over, as soon as it is not shown to anybody."""
+        batch = self._kept.get((driver, first))
+        if batch is not None:
+            batch.is_over = True
+            if not batch.is_shown:
+                del self._kept[driver, first]
 
     def forget_driver(self, driver: str) -> None:
         """Forget what is under way of a driver that is gone: it comes back no more."""

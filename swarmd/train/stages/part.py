@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import trio
 
@@ -16,24 +15,14 @@ from swarmd.train.gradients.gradient_audits import GradientAudits
 from swarmd.train.stages.auditing import StageAudits
 from swarmd.train.stages.computing import StageComputing
 from swarmd.train.stages.driving import Driver
-from swarmd.train.stages.holding import FindLocal, StageHolder
+from swarmd.train.stages.holding import StageHolder, StagePorts
 from swarmd.train.stages.norms import StageNorms
-from swarmd.train.stages.source import StageSource
-from swarmd.train.store.data import Data
+from swarmd.train.stages.witnessing import DriverWitness
 from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.members import Members
 from swarmd.train.vectors.error_feedback import Feedback
 from swarmd.train.vectors.state import RunState
 from swarmd.values import Decision
-
-
-@dataclass(frozen=True, slots=True)
-class StagePorts:
-    """What a holder of a stage is given: what computes, the run's data, and who holds other stages in this daemon."""
-
-    source: StageSource
-    data: Data
-    find_local: FindLocal
 
 
 class StagePart:
@@ -66,18 +55,17 @@ class StagePart:
             computing,
             tasks,
             ports.find_local,
-            may_drive=lambda peer: any(
-                r.peer == peer and r.role == "train" for r in trainer.view().in_ledger(ends.run)
+            may_drive=lambda peer: (
+                not trainer.rpc.standing.is_shunned(peer)
+                and any(r.peer == peer and r.role == "train" for r in trainer.view().in_ledger(ends.run))
             ),
         )
         self.norms = StageNorms(trainer.rpc, services.chronicle, stages)
-        self.audits = StageAudits(
-            services, computing, self.holder, audits, ports.source, stages, ports.find_local, tasks
-        )
+        self.audits = StageAudits(services, computing, self.holder, audits, ports, stages, tasks)
         self.holder.take_copy = self.audits.take_copy
         if run.stage == ENDS:
             self.driver = Driver(
-                services.me,
+                trainer.identity,
                 run,
                 services.chronicle.ledger,
                 computing,
@@ -89,6 +77,10 @@ class StagePart:
                 tasks,
             )
             self.holder.take_watch = self.driver.take_watch
+        else:
+            witness = DriverWitness(services.me, run, computing, self.holder, ends, tasks)
+            self.holder.take_watch = witness.take_watch
+            self.holder.on_added = witness.note_added
 
     @property
     def doing(self) -> str:
