@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
+from swarmd.plan.trust.standing import Fault
+from swarmd.train.stages.driving import Trip
 from tests.train.stage_world import StageMember, StageWorld, ends_of, in_stages
 
 LIES = ("forward", "backward", "sum", "never updated")
@@ -62,6 +65,34 @@ async def test_a_driver_that_lies_is_found(virtual_time: MockClock, lie: str, n_
         world.crash(liar)
         await world.until(world.epoch + 3)
         assert others
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+async def test_a_driver_cannot_put_blame_on_a_holder(virtual_time: MockClock, what: str) -> None:
+    """It tells those that watch a holder of other inputs, or another loss, than it gave to that one, and signs it."""
+    async with in_stages(24, (0,), (0,), (1,), (1,), (1,), n_stages=1, audit=8) as world:
+        await world.until(2)
+        liar, _ = ends_of(world)
+        part = liar.of_stage(0).stage
+        assert part is not None
+        driver = part.driver
+        assert driver is not None
+        honestly = driver._send_copies
+
+        async def send_others(trip: Trip) -> None:
+            if what == "loss":
+                trip.loss *= 2
+            else:
+                trip.batch.backward = (2 * np.frombuffer(trip.batch.backward, np.float32)).tobytes()
+                trip.digests[0, "backward"] = trip.batch.digest("backward")
+            await honestly(trip)
+
+        driver._send_copies = send_others  # type: ignore[method-assign]
+        await world.until(world.epoch + 8)
+        holders_of_blocks = {m.peer for m in holders(world, 1)}
+        assert not blamed(world) & holders_of_blocks
+        counted = [m.rpc.standing.count(liar.peer, Fault.UNACCOUNTED) for m in holders(world, 1)]
+        assert (sum(counted) > 0) == (what == "gradient")
 
 
 async def test_the_honest_are_found_right(virtual_time: MockClock) -> None:

@@ -14,7 +14,8 @@ from swarmd.protocol.runs.commit import Finite
 
 NumberOfDraws = Annotated[int, msgspec.Meta(ge=1, le=4_096)]
 PassSignature = Annotated[bytes, msgspec.Meta(max_length=64)]
-Direction = Literal["forward", "backward", "entered", "returned"]
+Direction = Literal["forward", "backward", "entered", "returned", "signed"]
+RECEIPT = b"receipt"  # in a driver's signature under what it has had from the first stage of blocks
 PASS_DOMAIN = b"swarmd stage pass 1\0"
 
 
@@ -36,9 +37,13 @@ class StagePass(Request, frozen=True):
     signature: PassSignature = b""
 
 
-def statement_of(message: StagePass, digest: bytes, loss: float) -> bytes:
-    """What a driver signs under ``PASS_DOMAIN``: what it gives to a pass, by its hash, and the loss, if it is known."""
-    return msgspec.msgpack.encode((message.run, message.update, message.driver, message.first, message.n, digest, loss))
+def statement_of(message: StagePass, digest: bytes, loss: float = 0.0, of: bytes = b"") -> bytes:
+    """What a driver signs under ``PASS_DOMAIN``, of a micro-batch: what it gives to a pass, or has had from one.
+
+    ``digest`` is of that; of what the head gives, ``loss`` and ``of``, the hash of what the head had, are signed, too.
+    """
+    named = (message.run, message.update, message.driver, message.first, message.n)
+    return msgspec.msgpack.encode((*named, digest, loss, of))
 
 
 class StageForward(StagePass, tag="stage_forward", frozen=True):
@@ -48,13 +53,15 @@ class StageForward(StagePass, tag="stage_forward", frozen=True):
 class StageBackward(StagePass, tag="stage_backward", frozen=True):
     """Add the gradients of the stage's parameters, and keep that by what enters it.
 
-    ``gradient_source`` has the gradient by what leaves the stage; ``loss`` is the summed loss that the head came to.
+    ``gradient_source`` has the gradient by what leaves the stage; ``loss`` is the summed loss that the head came to, of
+    what has the hash ``left_digest``.
     """
 
     gradient_source: Name = ""
     gradient_digest: Digest = b""
     gradient_signature: PassSignature = b""
     loss: Finite = 0.0
+    left_digest: Digest = b""
 
 
 class StageWatch(Message, tag="stage_watch", frozen=True):
@@ -81,6 +88,18 @@ class StageCopy(StageBackward, tag="stage_copy", frozen=True):
     peer: Name = ""
     forward_digest: Digest = b""
     backward_digest: Digest = b""
+    receipt: PassSignature = b""
+
+
+class SignedPass(msgspec.Struct, frozen=True, array_like=True):
+    """What a driver has signed of what it gave to a holder: what entered its stage, and what was returned to it."""
+
+    source_digest: Digest = b""
+    signature: PassSignature = b""
+    gradient_digest: Digest = b""
+    gradient_signature: PassSignature = b""
+    loss: Finite = 0.0
+    left_digest: Digest = b""
 
 
 class StageDone(Message, tag="stage_done", frozen=True):
@@ -97,17 +116,22 @@ class StageDone(Message, tag="stage_done", frozen=True):
 
 
 class StageForget(Message, tag="stage_forget", frozen=True):
-    """Driver to holder: a micro-batch is over, whatever has come of it; nobody asks for what is kept of it."""
+    """Driver to holder: a micro-batch is over, whatever has come of it; nobody asks for what is kept of it.
+
+    ``receipt``: to the first stage of blocks, the driver's signature under the gradient that it has had from there.
+    """
 
     run: Name = ""
     driver: Name = ""
     first: Count = 0
+    receipt: PassSignature = b""
 
 
 class WantActivations(Request, tag="want_activations", frozen=True):
     """Holder to holder: give me a part of what left your stage of a micro-batch, forward or back.
 
-    Or of what has come there: what ``entered`` the stage, and what was ``returned`` to it, kept for who watches.
+    Or of what has come there: what ``entered`` the stage, what was ``returned`` to it, and what its driver has
+    ``signed`` of both (``SignedPass``).
     """
 
     run: Name = ""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,7 +37,7 @@ from swarmd.protocol.runs.commit import Commit, DrawRange
 from swarmd.protocol.runs.recipe import CHECKED, ENDS
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.rounds import Contradict
-from swarmd.protocol.wire.stages import Direction, StageCopy, StageWatch
+from swarmd.protocol.wire.stages import RECEIPT, Direction, SignedPass, StageCopy, StageWatch
 from swarmd.protocol.wire.worker import StageErrors, StageInputs
 from swarmd.train.gradients.accusations import require_counted
 from swarmd.train.gradients.gradient_audits import GradientAudits
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 FINISH_S = 20.0  # that the next state waits for what is still to be computed on this one
 MOST_BYTES = 256 * 2**20  # of what waits to be computed again
+LEAST_COPIES = 4  # without a receipt for any: one message may be lost, so many are not
 
 
 @dataclass(slots=True)
@@ -63,7 +65,8 @@ class HolderWatch:
     """Whom this peer watches in one update, and what has come of it: of ``n`` samples, of those ``draws``.
 
     ``wrong`` says what is; ``lacking`` why the sum cannot be compared. ``halves``: what one of two holders has told
-    of a driver's micro-batches, by their first draw.
+    of a driver's micro-batches, by their first draw, and ``losses`` what the driver says that they come to; it has
+    signed ``n_receipts`` for what the first stage of blocks gave it.
     """
 
     peer: PeerId
@@ -76,6 +79,8 @@ class HolderWatch:
     n_waiting: int = 0
     waiting_bytes: int = 0
     halves: dict[int, StageInputs] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    n_receipts: int = 0
 
 
 # At commit k, which makes the state of update k:
@@ -172,20 +177,29 @@ class StageAudits:
         try:
             if sum(w.waiting_bytes for w in self._watches) > MOST_BYTES:
                 raise Refused(Code.NO_CAPACITY, "too much waits here to be computed again")
-            inputs = await (self._fetch_of_holder if self._run.stage != ENDS else self._fetch_of_driver)(batch, message)
+            whole: StageInputs | None
+            if self._run.stage != ENDS:
+                whole = await self._fetch_of_holder(batch, message)
+            else:
+                half = await self._fetch_of_driver(watch, batch, message)
+                whole = self._join_halves(watch, batch.first, half)
         except (Lacking, Refused) as error:
             watch.n_waiting -= 1
             watch.lacking = str(error)
             raise
-        whole = inputs if self._run.stage != ENDS else self._join_halves(watch, batch.first, inputs)
         if whole is None:
             watch.n_waiting -= 1
             return
         watch.waiting_bytes += _size_of(whole)
-        self._tasks.start_soon(self._check, watch, batch, whole, message.loss)
+        self._tasks.start_soon(self._check, watch, batch, whole)
 
     async def _fetch_of_holder(self, batch: KeptMicroBatch, message: StageCopy) -> StageInputs:
-        """Fetch what a holder of blocks has had from others, and what it gave. Raises Lacking."""
+        """Fetch what a holder of blocks has had from others, and what it gave.
+
+        Raises Lacking, or Refused where its driver names something else here than it has signed for it.
+        """
+        signed = await self._fetch_given(batch, message, "signed")
+        self._require_same(message, decode(signed, SignedPass, "what a driver has signed") if signed else SignedPass())
         return StageInputs(
             message.n,
             b"",
@@ -195,11 +209,35 @@ class StageAudits:
             await self._fetch_given(batch, message, "backward", message.backward_digest),
         )
 
+    def _require_same(self, message: StageCopy, signed: SignedPass) -> None:
+        """Check that a driver has given a holder nothing else than it says here. Raises Refused.
+
+        What the holder shows counts only if the driver has signed it: else it may have made it up.
+        """
+        shown = (
+            (signed.signature, signed.source_digest, message.source_digest, 0.0, b""),
+            (
+                signed.gradient_signature,
+                signed.gradient_digest,
+                message.gradient_digest,
+                signed.loss,
+                signed.left_digest,
+            ),
+        )
+        for signature, there, here, loss, of in shown:
+            if not signature or there == here:
+                continue
+            with suppress(IntegrityError):
+                require_signed(message, self._run.id, signature, there, loss, of)
+                why = f"it names other inputs to {self._services.me[-8:]} than it has signed for {message.peer[-8:]}"
+                self._rpc.standing.fault(PeerId(message.driver), Fault.UNACCOUNTED, why)
+                raise Refused(Code.MALFORMED, why)
+
     async def _fetch_given(
-        self, batch: KeptMicroBatch, message: StageCopy, direction: Direction, digest: bytes
+        self, batch: KeptMicroBatch, message: StageCopy, direction: Direction, digest: bytes = b""
     ) -> bytes:
-        """Fetch what has come of a pass; b"" where that is gone, or its holder does not show what it gave to others."""
-        if not digest:
+        """Fetch what a holder has; b"" where that is gone, or it does not show what it gave to others."""
+        if not digest and direction != "signed":
             return b""
         assert self._run.stage is not None
         try:
@@ -207,7 +245,7 @@ class StageAudits:
         except Lacking:
             return b""
 
-    async def _fetch_of_driver(self, batch: KeptMicroBatch, message: StageCopy) -> StageInputs:
+    async def _fetch_of_driver(self, watch: HolderWatch, batch: KeptMicroBatch, message: StageCopy) -> StageInputs:
         """Fetch what a driver gave to a holder of the first stage of blocks, and had from it; and so of the last.
 
         Raises Lacking, or Refused where the driver has not signed that.
@@ -216,15 +254,22 @@ class StageAudits:
         entered = returned = left = gradient = b""
         try:
             if message.gradient_source:
-                require_signed(message, self._stages[first].run, message.forward_digest, 0.0, message.signature)
+                run, given = self._stages[first].run, message.forward_digest
+                require_signed(message, run, message.signature, given)
+                if message.receipt:
+                    require_signed(message, run, message.receipt, message.gradient_digest, of=RECEIPT)
+                    watch.n_receipts += 1
+                else:
+                    watch.lacking = f"it has signed no receipt for draws from {message.first}"
                 source = PeerId(message.gradient_source)
-                entered = await self._holder.fetch(batch, first, source, "entered", message.forward_digest)
+                entered = await self._holder.fetch(batch, first, source, "entered", given)
                 gradient = await self._holder.fetch(batch, first, source, "backward", message.gradient_digest)
             if message.source:
-                signature = message.gradient_signature
-                require_signed(message, self._stages[last].run, message.backward_digest, message.loss, signature)
+                run, given = self._stages[last].run, message.backward_digest
+                require_signed(message, run, message.gradient_signature, given, message.loss, message.source_digest)
+                watch.losses[message.first] = message.loss
                 source = PeerId(message.source)
-                returned = await self._holder.fetch(batch, last, source, "returned", message.backward_digest)
+                returned = await self._holder.fetch(batch, last, source, "returned", given)
                 left = await self._holder.fetch(batch, last, source, "forward", message.source_digest)
         except IntegrityError as error:
             raise Refused(Code.MALFORMED, str(error)) from None
@@ -242,19 +287,17 @@ class StageAudits:
         watch.halves[first] = joined
         return None
 
-    async def _check(self, watch: HolderWatch, batch: KeptMicroBatch, inputs: StageInputs, loss: float) -> None:
+    async def _check(self, watch: HolderWatch, batch: KeptMicroBatch, inputs: StageInputs) -> None:
         try:
             while (self._computing.update or 0) < watch.update:
                 await self._services.news.wait()
             async with self._turn:
-                own_loss, errors = await self._computing.check(batch, inputs, is_fresh=not watch.n)
+                loss, errors = await self._computing.check(batch, inputs, is_fresh=not watch.n)
             self._note(watch, batch, errors)
-            if self._run.stage != ENDS:
-                watch.loss += loss  # as its driver says
-            else:
-                watch.loss += own_loss
-                if abs(loss - own_loss) > LOSS_BOUND * abs(own_loss):
-                    watch.wrong = f"it says a loss of {loss:.4g} of draws from {batch.first}, which is {own_loss:.4g}"
+            watch.loss += loss
+            said = watch.losses.get(batch.first, loss)
+            if abs(said - loss) > LOSS_BOUND * abs(loss):
+                watch.wrong = f"it says a loss of {said:.4g} of draws from {batch.first}, which is {loss:.4g}"
         except (Stale, SwarmError) as error:
             watch.lacking = f"draws from {batch.first} could not be computed again: {error}"
         finally:
@@ -319,10 +362,13 @@ class StageAudits:
         why_not = watch.lacking or ("it gave nothing" if share is None else "")
         if share is not None and share.draws != join_ranges(watch.draws):
             why_not = why_not or "it gave other draws than were seen"
+        if self._run.stage == ENDS and share is not None and len(watch.draws) >= LEAST_COPIES and not watch.n_receipts:
+            return Decision(False, "it has signed no receipt for any of what it says it has added")
         if why_not or share is None:
             return Decision(True, f"{watch.n} samples; their sum was not compared: {why_not}")
         total = self._ports.source.vector(CHECKED)
-        recomputed, rounding = await self._services.trainer.off_loop(result_of, self._recipe, commit, total, watch.loss)
+        loss = watch.loss if self._run.stage == ENDS else share.loss  # which drivers have told it
+        recomputed, rounding = await self._services.trainer.off_loop(result_of, self._recipe, commit, total, loss)
         signed = RecheckResult(share.loss, math.sqrt(share.squares), share.sums)
         return gradient_audits.is_same(signed, recomputed, rounding)
 

@@ -31,9 +31,11 @@ from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.runs.recipe import ENDS, Run
 from swarmd.protocol.wire.stages import (
     PASS_DOMAIN,
+    RECEIPT,
     Direction,
     StageBackward,
     StageCopy,
+    StageForget,
     StageForward,
     StagePass,
     StageWatch,
@@ -203,7 +205,10 @@ class Driver:
         """Forget a micro-batch that is over, and have its holders do so."""
         self._computing.forget(self._me, trip.batch.first)
         for stage, peer in trip.asked:
-            self._holder.tell_forget(peer, self._stages[stage].run, trip.batch.first)
+            is_receipt = trip.is_done and (stage, peer) == (1, trip.holders[1])
+            receipt = self._sign(trip, stage, trip.digests[1, "backward"], of=RECEIPT) if is_receipt else b""
+            message = StageForget(run=self._stages[stage].run, driver=self._me, first=trip.batch.first, receipt=receipt)
+            self._holder.tell_forget(peer, message)
 
     # --- the passes --------------------------------------------------------------------------------------------
 
@@ -361,28 +366,31 @@ class Driver:
             "n": trip.batch.n,
             "source": trip.holders[stage - 1],
             "source_digest": digest,
-            "signature": self._sign(trip, stage, digest, 0.0) if stage == 1 else b"",
+            "signature": self._sign(trip, stage, digest) if stage == 1 else b"",
         }
 
     def _fields_back(self, trip: Trip, stage: int) -> dict[str, Any]:
         """Return what a message about a backward pass names."""
         behind = (stage + 1) % (self._last_stage + 1)
         digest = trip.digests[behind, "backward"]
+        left = trip.batch.digest("entered") if behind == ENDS else b""
+        signature = self._sign(trip, stage, digest, trip.loss, left) if left else b""
         return {
             **self._fields(trip, stage),
             "gradient_source": trip.holders[behind],
             "gradient_digest": digest,
-            "gradient_signature": self._sign(trip, stage, digest, trip.loss) if behind == ENDS else b"",
+            "gradient_signature": signature,
             "loss": trip.loss,
+            "left_digest": left,
         }
 
-    def _sign(self, trip: Trip, stage: int, digest: bytes, loss: float) -> bytes:
-        """Sign what this peer gives to a pass itself."""
+    def _sign(self, trip: Trip, stage: int, digest: bytes, loss: float = 0.0, of: bytes = b"") -> bytes:
+        """Sign what this peer gives to a pass itself, or has had from one."""
         batch = trip.batch
         message = StagePass(
             run=self._stages[stage].run, update=batch.update, driver=self._me, first=batch.first, n=batch.n
         )
-        return self._identity.sign(PASS_DOMAIN, statement_of(message, digest, loss))
+        return self._identity.sign(PASS_DOMAIN, statement_of(message, digest, loss, of))
 
     async def _ask(self, trip: Trip, stage: int, peer: PeerId, message: StagePass) -> bytes:
         """Have a holder compute a pass; returns the digest of what came of it. Raises Stale, Lacking or PeerError."""

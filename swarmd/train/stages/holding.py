@@ -22,6 +22,7 @@ from swarmd.protocol.wire.messages import AnyMessage, Ping, refusal_for
 from swarmd.protocol.wire.stages import (
     ActivationsAre,
     Direction,
+    SignedPass,
     StageBackward,
     StageCopy,
     StageDone,
@@ -74,11 +75,13 @@ class StageHolder:
     """See the module. ``run`` is the stage; ``may_drive``: does a peer hold the ends of the model?
 
     ``take_watch`` and ``take_copy``: who takes those messages (train.stages.driving, witnessing and auditing);
-    ``on_added``: who hears of each micro-batch that was added, of its message and the gradient that came.
+    ``on_added``: who hears of each micro-batch that was added, of its message and the gradient that came; ``on_over``:
+    and of its end.
     """
 
     take_watch: Callable[[PeerId, StageWatch], None] | None = None
     on_added: Callable[[KeptMicroBatch, StageBackward, bytes], None] | None = None
+    on_over: Callable[[StageForget], None] | None = None
     take_copy: Callable[[StageCopy], Awaitable[None]]
 
     def __init__(
@@ -111,7 +114,7 @@ class StageHolder:
                 self.take_watch(channel.peer, message)
         elif isinstance(message, StageForget):
             if message.driver == channel.peer:
-                self._computing.forget(message.driver, message.first)
+                self.take_forget(message)
         else:
             return False
         return True
@@ -167,6 +170,7 @@ class StageHolder:
         """Compute what leaves the stage; returns its digest."""
         await self._computing.wait_for(message.update, is_new=True)
         batch = self.batches.open(message.driver, message.first, message.n, message.update)
+        batch.signed = SignedPass(message.source_digest, message.signature)
         await self._require_entered(batch, message)
         await self._computing.forward(batch)
         return batch.digest("forward")
@@ -175,6 +179,14 @@ class StageHolder:
         """Add the gradients; returns the digest of what goes back."""
         await self._computing.wait_for(message.update, is_new=False)
         batch = self.batches.open(message.driver, message.first, message.n, message.update)
+        batch.signed = SignedPass(
+            message.source_digest,
+            message.signature,
+            message.gradient_digest,
+            message.gradient_signature,
+            message.loss,
+            message.left_digest,
+        )
         if not (batch.is_added and batch.backward):
             await self._require_entered(batch, message)
             gradient = await self.fetch_gradient(batch, message)
@@ -244,23 +256,24 @@ class StageHolder:
             raise error
         return done
 
-    def forget(self, driver: str, first: int) -> None:
-        """Forget a micro-batch that is over."""
-        self._computing.forget(driver, first)
+    def take_forget(self, message: StageForget) -> None:
+        """Forget a micro-batch that is over; who watches its driver is shown it before."""
+        if self.on_over is not None:
+            self.on_over(message)
+        self._computing.forget(message.driver, message.first)
 
     def gone(self, peer: PeerId) -> None:
         """Note that a channel to a peer has ended. If it was the last, wait for none of its micro-batches."""
         if peer not in self._rpc.peers():
             self._computing.forget_driver(peer)
 
-    def tell_forget(self, peer: PeerId, ledger: str, first: int) -> None:
+    def tell_forget(self, peer: PeerId, message: StageForget) -> None:
         """Tell a holder that a micro-batch of this driver is over."""
         if peer == self._me:
-            local = self._find_local(ledger)
+            local = self._find_local(message.run)
             if local is not None:
-                local.forget(self._me, first)
+                local.take_forget(message)
             return
-        message = StageForget(run=ledger, driver=self._me, first=first)
         self._tasks.start_soon(tell_peer, self._rpc, peer, lambda channel: channel.send(message))
 
     # --- what goes from holder to holder -----------------------------------------------------------------------

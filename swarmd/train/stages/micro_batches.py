@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from swarmd.errors import Code, Refused
-from swarmd.protocol.wire.stages import Direction
+from swarmd.protocol.wire.stages import Direction, SignedPass
 
 MOST_BYTES = 512 * 2**20  # of all that is kept; drivers send no more micro-batches than a stage gets done
 
@@ -24,6 +26,7 @@ class KeptMicroBatch:
     forward: bytes = b""
     backward: bytes = b""
     returned: bytes = b""  # the gradient that has come, where somebody watches the driver
+    signed: SignedPass = field(default_factory=SignedPass)
     is_added: bool = False  # its gradients are in the sum, or were
     is_shown: bool = False  # it is kept until who watches the driver has fetched what that takes
     is_over: bool = False
@@ -45,6 +48,7 @@ class KeptMicroBatch:
             "backward": self.backward,
             "entered": self.entered,
             "returned": self.returned,
+            "signed": msgspec.msgpack.encode(self.signed),
         }
         return kept[direction]
 

@@ -81,6 +81,7 @@ class StagePart:
             witness = DriverWitness(services.me, run, computing, self.holder, ends, tasks)
             self.holder.take_watch = witness.take_watch
             self.holder.on_added = witness.note_added
+            self.holder.on_over = witness.note_over
 
     @property
     def doing(self) -> str:

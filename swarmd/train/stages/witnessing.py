@@ -15,7 +15,15 @@ from swarmd.errors import PeerError
 from swarmd.net.tasks import Tasks
 from swarmd.protocol.membership.identity import public_key_of_untrusted, verify
 from swarmd.protocol.runs.recipe import ENDS, Run
-from swarmd.protocol.wire.stages import PASS_DOMAIN, StageBackward, StageCopy, StagePass, StageWatch, statement_of
+from swarmd.protocol.wire.stages import (
+    PASS_DOMAIN,
+    StageBackward,
+    StageCopy,
+    StageForget,
+    StagePass,
+    StageWatch,
+    statement_of,
+)
 from swarmd.train.stages.computing import StageComputing
 from swarmd.train.stages.holding import StageHolder
 from swarmd.train.stages.micro_batches import KeptMicroBatch
@@ -64,6 +72,7 @@ class DriverWitness:
         self._ends = ends
         self._tasks = tasks
         self._watchers = Watchers(me)
+        self._added: dict[tuple[str, int], tuple[KeptMicroBatch, StageBackward]] = {}
 
     def take_watch(self, auditor: PeerId, message: StageWatch) -> None:
         """Tell a driver from now on what another one drives through this stage."""
@@ -71,14 +80,20 @@ class DriverWitness:
             self._watchers.add(auditor, message, self._ends, self._computing.update or 0)
 
     def note_added(self, batch: KeptMicroBatch, message: StageBackward, gradient: bytes) -> None:
-        """Tell who watches its driver of a micro-batch that was added, and keep it until that has fetched it."""
-        watching = self._watchers.of(ENDS, PeerId(batch.driver), batch.update)
-        if watching:
+        """Keep what a watched driver has had added, until it is over and who watches has fetched it."""
+        if self._watchers.of(ENDS, PeerId(batch.driver), batch.update):
             batch.returned = gradient
             batch.is_shown = True
-            self._tasks.start_soon(self._show, batch, message, watching)
+            kept = {key: shown for key, shown in self._added.items() if shown[0].update >= batch.update - 1}
+            self._added = {**kept, (batch.driver, batch.first): (batch, message)}
 
-    async def _show(self, batch: KeptMicroBatch, message: StageBackward, auditors: list[PeerId]) -> None:
+    def note_over(self, message: StageForget) -> None:
+        """Tell who watches its driver of a micro-batch that is over."""
+        batch, backward = self._added.pop((message.driver, message.first), (None, None))
+        if batch is not None and backward is not None:
+            self._tasks.start_soon(self._show, batch, backward, message.receipt)
+
+    async def _show(self, batch: KeptMicroBatch, message: StageBackward, receipt: bytes) -> None:
         copy = StageCopy(
             run=self._ends.run,
             update=batch.update,
@@ -95,6 +110,7 @@ class DriverWitness:
                 signature=message.signature,
                 gradient_source=self._me,
                 gradient_digest=batch.digest("backward"),
+                receipt=receipt,
             )
         if self._is_last and batch.forward:
             copy = replace(
@@ -105,11 +121,10 @@ class DriverWitness:
                 gradient_signature=message.gradient_signature,
             )
         async with trio.open_nursery() as nursery:
-            for auditor in auditors:
+            for auditor in self._watchers.of(ENDS, PeerId(batch.driver), batch.update):
                 nursery.start_soon(self._send, auditor, copy)
         batch.is_shown = False
-        if batch.is_over:
-            self._holder.forget(batch.driver, batch.first)
+        self._computing.forget(batch.driver, batch.first)
 
     async def _send(self, auditor: PeerId, copy: StageCopy) -> None:
         try:
@@ -118,8 +133,10 @@ class DriverWitness:
             logger.info("%s does not take a copy of draws from %d: %s", auditor[-8:], copy.first, error)
 
 
-def require_signed(message: StagePass, ledger: str, digest: bytes, loss: float, signature: bytes) -> None:
-    """Check that a driver has signed what it gave to a pass of the stage with this ledger. Raises IntegrityError."""
+def require_signed(
+    message: StagePass, ledger: str, signature: bytes, digest: bytes, loss: float = 0.0, of: bytes = b""
+) -> None:
+    """Check what a driver has signed of a pass of a stage, by its ledger (``statement_of``). Raises IntegrityError."""
     key = public_key_of_untrusted(PeerId(message.driver))
-    statement = statement_of(replace(message, run=ledger), digest, loss)
+    statement = statement_of(replace(message, run=ledger), digest, loss, of)
     verify(key, PASS_DOMAIN, statement, signature, f"a pass of {message.driver[-8:]}")
