@@ -79,6 +79,8 @@ class StageHomes:
         time.sleep(seconds)
         rate = (self._counted(name) - n_before) / (time.monotonic() - began_at)
         command(first, "train", "stop", name, "--all")
+        for volunteer in self.volunteers:  # a daemon takes part in so many ledgers only
+            volunteer.ask("train/leave", "POST", name=name)
         return rate
 
     def _counted(self, name: str) -> float:

@@ -19,7 +19,6 @@ from swarmd.errors import PeerError, PeerTimeout, Refused, SwarmError, SwarmUnav
 from swarmd.net.tasks import Tasks
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.stages import (
-    PER_HOLDER,
     HolderLoad,
     choose_holder,
     micro_batches_at_once,
@@ -185,7 +184,7 @@ class Driver:
             await self._add_ends(trip)
             trip.is_done = True
             if n == self._recipe.batch.micro:
-                self._window.note(trio.current_time() - began_at, n_with_it, self._least_at_once // PER_HOLDER)
+                self._window.note(trio.current_time() - began_at, n_with_it, self._least_at_once)
         except Stale as stale:
             self.doing = f"draws from {first} are of update {update}; a stage is at {stale.update} by now"
         except SwarmError as error:
