@@ -49,6 +49,7 @@ MOST_ASKED = 256  # passes, at once: drivers have two under way for each stage
 MOST_PARTS = 1_024  # of one micro-batch's activations: 1 GiB
 
 PING_S = 1.0  # how often a holder that computes is asked whether it lives
+FAREWELL_S = 1.0  # to say that a stage is left, while passes of it wait
 SILENT_S = 3.0  # without an answer to that: it is taken for dead
 FindLocal = Callable[[str], "StageHolder | None"]
 """Who holds another stage in this daemon, by the stage's ledger; None where nobody does."""
@@ -134,6 +135,11 @@ class StageHolder:
                 await channel.send(done)
             except Refused as error:
                 await channel.send(refusal_for(message, error))
+            except trio.Cancelled:
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_S):
+                    left = Refused(Code.NOT_HELD, "this peer holds that stage no more")
+                    await channel.send(refusal_for(message, left))
+                raise
 
     def _require_sender(self, peer: PeerId, message: StagePass) -> None:
         """Check that a message about a micro-batch is this peer's to send. Raises Refused."""
