@@ -52,7 +52,7 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 BANNED_S = 20.0  # who failed is asked nothing for so long, while others hold its stage; twice as long the next time
-MOST_DOUBLED = 4  # times: five minutes
+MOST_DOUBLED = 4  # times: it is left out for five minutes, and waited for sixteen times as long
 PATIENCE_S = 60.0  # while a stage has nobody who answers; its micro-batch is given up then, and another one tried
 MOST_FAILED = 16  # passes of one micro-batch: as many holders have died meanwhile, or somebody lies
 RETRY_S = 0.5  # between two looks for who holds a stage
@@ -397,6 +397,7 @@ class Driver:
         key = (stage, peer)
         load = self._seen.get(key, HolderLoad())
         limit_s = FIRST_PASS_S if load.pass_s is None else max(LEAST_PASS_S, SLOWEST * load.pass_s)
+        limit_s *= 2 ** min(load.n_failed, MOST_DOUBLED)  # it may be slower than was thought
         started_at = trio.current_time()
         trip.asked.add(key)
         self._note(key, n_under_way=load.n_under_way + 1)
