@@ -69,8 +69,8 @@ class RunInbox:
             if self._stage is not None:
                 self._tasks.start_soon(self._stage.audits.hear, peer, message, bytes(frame.payload))
         elif isinstance(message, rounds.Contradict):
-            self._audits.take_untrusted(peer, message, bytes(frame.payload))
-            if self._stage is not None:
+            counts = self._audits.take_untrusted(peer, message, bytes(frame.payload))
+            if counts and self._stage is not None:
                 self._stage.audits.suspect(PeerId(message.peer))
         elif isinstance(message, rounds.JoinRound):
             idle = self._why_idle()

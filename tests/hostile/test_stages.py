@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 import trio
+from msgspec.structs import replace
 from trio.testing import MockClock
 
 from swarmd.errors import Code, PeerError, Refused
@@ -16,12 +18,14 @@ from swarmd.protocol.fields import Request
 from swarmd.protocol.runs.backing import ContributionShare
 from swarmd.protocol.wire.rounds import Contradict
 from swarmd.protocol.wire.stages import (
+    PASS_DOMAIN,
     StageBackward,
     StageCopy,
     StageForget,
     StageForward,
     StageWatch,
     WantActivations,
+    statement_of,
 )
 from swarmd.train.stages.auditing import HolderWatch
 from swarmd.train.stages.holding import MOST_ASKED
@@ -100,6 +104,8 @@ async def test_a_driver_that_asks_for_more_than_a_stage_does_waits(virtual_time:
 
         async def ask(first: int) -> None:
             message = StageForward(run=run, update=10**6, driver=driver.peer, first=first, source=driver.peer)
+            signature = driver.identity.sign(PASS_DOMAIN, statement_of(message, b""))
+            message = replace(message, signature=signature)
             try:
                 await driver.rpc.call(victim.peer, message, timeout_s=60, purpose="bulk")
             except PeerError as error:
@@ -137,6 +143,37 @@ async def test_a_copy_that_nobody_wanted_is_not_computed(virtual_time: MockClock
         run = world.run.in_stage(1).id
         copy = StageCopy(run=run, update=10**6, driver=driver.peer, first=0, n=2, source=one.peer, peer=other.peer)
         assert (await refusal(driver, one, copy)).code is Code.NOT_HELD
+
+
+async def test_what_a_driver_has_not_signed_is_not_computed(virtual_time: MockClock) -> None:
+    async with attacked() as (world, victim, _):
+        driver = next(m for m in world.members.values() if 0 in m.sources)
+        run = world.run.in_stage(1).id
+        for kind in (StageForward, StageBackward):
+            message = kind(run=run, update=world.epoch, driver=driver.peer, first=10**6, source=driver.peer)
+            assert (await refusal(driver, victim, message)).code is Code.MALFORMED
+
+
+@pytest.mark.parametrize("has_own_head", [True, False])
+async def test_who_names_an_update_that_nobody_has_stops_nobody(virtual_time: MockClock, has_own_head: bool) -> None:
+    async with in_stages(35, (0,), (1,), (2,)) as world:
+        await world.until(3)
+        liar = world.add(1)
+        await trio.sleep(10)
+        trainer = liar.of_stage(1)
+        real = trainer.record
+
+        def lie() -> dict[str, Any]:
+            return {**real(), "epoch": 10**6, **({} if has_own_head else {"head": world.rng.randbytes(32)})}
+
+        trainer.record = lie  # type: ignore[method-assign]
+        world.announce(liar)
+        ended = world.epoch
+        await trio.sleep(60)
+        newest = [trainer.ledger.sealed[-1].commit for trainer in world.anchor.trainers.values()]
+        assert world.epoch >= ended + 5
+        assert all(commit.contributors for commit in newest), "no stage ends updates without samples"
+        trainer.record = real  # type: ignore[method-assign]
 
 
 async def test_what_a_driver_has_not_signed_is_not_held_against_it(virtual_time: MockClock) -> None:

@@ -237,7 +237,7 @@ class StageWorld:
             rpc=member.rpc,
             identity=member.identity,
             view=lambda: self._view(member.peer),
-            announce=lambda: self._announce(member),
+            announce=lambda: self.announce(member),
             off_loop=_inline,
             rng=random.Random(self.rng.random()),
             links=lambda: (None, None),
@@ -333,10 +333,11 @@ class StageWorld:
 
     async def _announce_regularly(self, member: StageMember) -> None:
         while True:
-            self._announce(member)
+            self.announce(member)
             await trio.sleep(20)
 
-    def _announce(self, member: StageMember) -> None:
+    def announce(self, member: StageMember) -> None:
+        """Have all see what a peer says of itself."""
         now = trio.current_time()
         for ledger, trainer in [*member.trainers.items()]:
             fields = {k: v for k, v in trainer.record().items() if k != "kind"}

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import msgspec
 import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
+from swarmd.errors import PeerError
+from swarmd.net.rpc import Channel
 from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.runs.backing import ContributionShare
+from swarmd.protocol.wire.rounds import Contradict
+from swarmd.protocol.wire.stages import ActivationsAre, StageBackward, StageForget, WantActivations
 from swarmd.train.stages.driving import Trip
+from swarmd.train.store.services import tell_peer
+from swarmd.values import PeerId
 from tests.train.stage_world import StageMember, StageWorld, ends_of, in_stages
 
 LIES = ("forward", "backward", "sum", "never updated")
@@ -67,7 +77,7 @@ async def test_a_driver_that_lies_is_found(virtual_time: MockClock, lie: str, n_
         assert others
 
 
-@pytest.mark.parametrize("what", ["gradient", "loss"])
+@pytest.mark.parametrize("what", ["gradient", "gradient, signed afterwards", "loss"])
 async def test_a_driver_cannot_put_blame_on_a_holder(virtual_time: MockClock, what: str) -> None:
     """It tells those that watch a holder of other inputs, or another loss, than it gave to that one, and signs it."""
     async with in_stages(24, (0,), (0,), (1,), (1,), (1,), n_stages=1, audit=8) as world:
@@ -85,6 +95,9 @@ async def test_a_driver_cannot_put_blame_on_a_holder(virtual_time: MockClock, wh
             else:
                 trip.batch.backward = (2 * np.frombuffer(trip.batch.backward, np.float32)).tobytes()
                 trip.digests[0, "backward"] = trip.batch.digest("backward")
+            if what == "gradient, signed afterwards":
+                with suppress(PeerError):
+                    await driver._holder.ask(trip.holders[1], StageBackward(**driver._fields_back(trip, 1)), 20)
             await honestly(trip)
 
         driver._send_copies = send_others  # type: ignore[method-assign]
@@ -92,7 +105,67 @@ async def test_a_driver_cannot_put_blame_on_a_holder(virtual_time: MockClock, wh
         holders_of_blocks = {m.peer for m in holders(world, 1)}
         assert not blamed(world) & holders_of_blocks
         counted = [m.rpc.standing.count(liar.peer, Fault.UNACCOUNTED) for m in holders(world, 1)]
-        assert (sum(counted) > 0) == (what == "gradient")
+        assert (sum(counted) > 0) == (what != "loss")
+
+
+@pytest.mark.parametrize("hides", ["what it gave", "what was signed", "itself behind accusations"])
+async def test_a_liar_that_hides_is_found(virtual_time: MockClock, hides: str) -> None:
+    async with in_stages(41, (0,), (0,), (1,), (1,), (1,), (2,), audit=8) as world:
+        await world.until(2)
+        liar, *others = holders(world, 1)
+        liar.sources[1].lie = "sum" if hides == "itself behind accusations" else "backward"
+        world.is_honest = False
+        part = liar.of_stage(1).stage
+        assert part is not None
+        honestly = part.holder._give
+
+        async def give(channel: Channel, message: WantActivations) -> None:
+            if hides == "what was signed" and message.direction == "signed":
+                await channel.answer(ActivationsAre(message.id, (0, 1)), b"\xff")
+            elif hides == "what it gave" and channel.peer in {m.peer for m in others}:
+                await honestly(channel, msgspec.structs.replace(message, first=10**9))
+            else:
+                await honestly(channel, message)
+
+        async def accuse() -> None:
+            accused, other = others
+            message = Contradict(run=liar.of_stage(1).run_spec.id, peer=accused.peer, parent=bytes(32))
+            share = ContributionShare(first=0, n=1, loss=0.0, squares=1.0, sums=(0.0,) * 4)
+            payload = msgspec.msgpack.encode(share)
+            while hides == "itself behind accusations":
+                await trio.sleep(0.3)
+                await tell_peer(liar.rpc, other.peer, lambda channel: channel.send(message, payload))
+
+        part.holder._give = give  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accuse)
+            with trio.fail_after(600):
+                while not all(m.rpc.standing.is_shunned(liar.peer) for m in ends_of(world)):
+                    await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+        assert blamed(world) == {liar.peer}
+
+
+async def test_a_driver_that_signs_no_receipts_is_found(virtual_time: MockClock) -> None:
+    async with in_stages(42, (0,), (0,), (0,), (1,), (1,), n_stages=1, audit=8) as world:
+        await world.until(2)
+        liar, *_ = ends_of(world)
+        liar.sources[0].lie = "sum"
+        world.is_honest = False
+        part = liar.of_stage(0).stage
+        assert part is not None
+        driver = part.driver
+        assert driver is not None
+        tell = part.holder.tell_forget
+
+        def tell_less(peer: PeerId, message: StageForget) -> None:
+            tell(peer, msgspec.structs.replace(message, receipt=b""))
+
+        part.holder.tell_forget = tell_less  # type: ignore[method-assign]
+        with trio.fail_after(900):
+            while not all(m.rpc.standing.is_shunned(liar.peer) for m in holders(world, 1)):
+                await trio.sleep(0.1)
+        assert blamed(world) == {liar.peer}
 
 
 async def test_the_honest_are_found_right(virtual_time: MockClock) -> None:

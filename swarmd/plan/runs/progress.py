@@ -93,7 +93,7 @@ def _left_s(members: Sequence[MemberProgress], lacking: float) -> float | None:
 
 def decide_action(me: MemberProgress, other_members: Sequence[MemberProgress], target: int) -> Decision[Action]:
     """Choose what to do. ``other_members`` are the fresh records of the run's other members."""
-    newer = [o for o in other_members if o.epoch > me.epoch]
+    newer = [o for o in other_members if o.epoch > me.epoch and o.head != me.head]  # with the same it lies
     if newer:
         newest = max(o.epoch for o in newer)
         return Decision(Action.CATCH_UP, f"others are past update {me.epoch} ({len(newer)}), the newest at {newest}")

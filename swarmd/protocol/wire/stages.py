@@ -82,13 +82,14 @@ class StageCopy(StageBackward, tag="stage_copy", frozen=True):
 
     ``forward_digest`` and ``backward_digest`` are of what it says has come of it. Of a driver two holders say a half
     each: that of the first stage of blocks has what went in there, and the gradient that came back; that of the last
-    stage has what went out there, and the gradient that came in.
+    stage has what went out there, and the gradient that came in. ``is_over``: the driver has said that it is.
     """
 
     peer: Name = ""
     forward_digest: Digest = b""
     backward_digest: Digest = b""
     receipt: PassSignature = b""
+    is_over: bool = False
 
 
 class SignedPass(msgspec.Struct, frozen=True, array_like=True):

@@ -84,10 +84,11 @@ class Accusations:
         message: Contradict,
         payload: bytes,
         may_compute: bool,
-    ) -> None:
-        """Take a member's word that another's contribution is wrong. Raises RemoteProtocolError for what none may say.
+    ) -> bool:
+        """Take a member's word that another's contribution is wrong; does it count?
 
-        Where it cannot be computed here the words of two count (Fault.FAULTY_NUMBERS).
+        Raises RemoteProtocolError for what none may say. Where it cannot be computed here the words of two count
+        (Fault.FAULTY_NUMBERS).
         """
         peer = PeerId(message.peer)
         standing = self._members.standing
@@ -95,13 +96,13 @@ class Accusations:
             share = decode(payload, ContributionShare, "a share", IntegrityError)
             commit = self._commit_of(peer, share, accuser, message.parent)
             if commit is None:
-                return  # not known here
+                return False  # not known here
             backing.check_share_untrusted(share, peer, commit.parent, commit.state, commit.average)
         except IntegrityError as error:
             raise RemoteProtocolError(f"evidence against {peer[-8:]} that does not count: {error}") from None
         accusation = accuser, peer, message.parent
         if accusation in self._heard or standing.is_shunned(accuser) or standing.is_shunned(peer):
-            return
+            return False
         self._heard.append(accusation)
         if peer == self._me:
             self.trouble = (
@@ -114,6 +115,7 @@ class Accusations:
             case = open_recheck(self._ledger, peer, share, commit, accuser)
             self.cases.append(case)
             self._tasks.start_soon(self._fetch_states, case, accuser, self._state)
+        return True
 
     def _commit_of(
         self,

@@ -163,13 +163,20 @@ class GradientAudits:
     def _n_right(self, peer: PeerId) -> int:
         return self._ledger.n_contributions.get(peer, 0) - self._wrong_at.get(peer, 0)
 
-    def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes) -> None:
-        """Take a member's word that a contribution is wrong. Raises RemoteProtocolError for what none may say."""
+    def take_untrusted(self, accuser: PeerId, message: Contradict, payload: bytes) -> bool:
+        """Take a member's word that a contribution is wrong; does it count?
+
+        Raises RemoteProtocolError for what none may say.
+        """
         if not self._recipe.audit or (self._source is not None and self._source.why_not_again):
-            return  # there is nothing that anybody could have computed again
+            return False  # there is nothing that anybody could have computed again
         speed = self._speed()
         may_compute = speed > 0 and self._recipe.batch.target / speed <= LONGEST_S
-        self.accusations.take_untrusted(accuser, message, payload, may_compute)
+        return self.accusations.take_untrusted(accuser, message, payload, may_compute)
+
+    def look_again(self, peer: PeerId) -> None:
+        """Look at each of a peer's next contributions: what it gave could not be compared."""
+        self._wrong_at[peer] = self._ledger.n_contributions.get(peer, 0)
 
     @property
     def n_waiting(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -45,7 +46,7 @@ from swarmd.train.gradients.recheck import result_of
 from swarmd.train.stages.computing import StageComputing, Stale
 from swarmd.train.stages.holding import Lacking, StageHolder, StagePorts
 from swarmd.train.stages.micro_batches import KeptMicroBatch
-from swarmd.train.stages.witnessing import require_signed
+from swarmd.train.stages.signatures import require_signed
 from swarmd.train.store import recovery
 from swarmd.train.store.member_services import MemberServices
 from swarmd.train.store.members import Members
@@ -57,7 +58,9 @@ logger = logging.getLogger(__name__)
 
 FINISH_S = 20.0  # that the next state waits for what is still to be computed on this one
 MOST_BYTES = 256 * 2**20  # of what waits to be computed again
-LEAST_COPIES = 4  # without a receipt for any: one message may be lost, so many are not
+LEAST_COPIES = 4  # of which nothing is shown: one message may be lost, so many are not
+N_HEARD = 256  # accusations that are not listened to again
+N_RECENT = 64  # updates whose commits are kept, to show others who contributed to them
 
 
 @dataclass(slots=True)
@@ -65,8 +68,8 @@ class HolderWatch:
     """Whom this peer watches in one update, and what has come of it: of ``n`` samples, of those ``draws``.
 
     ``wrong`` says what is; ``lacking`` why the sum cannot be compared. ``halves``: what one of two holders has told
-    of a driver's micro-batches, by their first draw, and ``losses`` what the driver says that they come to; it has
-    signed ``n_receipts`` for what the first stage of blocks gave it.
+    of a driver's micro-batches, by their first draw, and ``losses`` what the driver says that they come to. Of
+    ``n_shown`` of ``n_to_show`` the watched peer has shown what came of them, or signed a receipt; ``seen`` were told.
     """
 
     peer: PeerId
@@ -80,7 +83,9 @@ class HolderWatch:
     waiting_bytes: int = 0
     halves: dict[int, StageInputs] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
-    n_receipts: int = 0
+    n_to_show: int = 0
+    n_shown: int = 0
+    seen: set[tuple[str, int, str, str]] = field(default_factory=set)
 
 
 # At commit k, which makes the state of update k:
@@ -113,21 +118,27 @@ class StageAudits:
         self._tasks = tasks
         self._watches: list[HolderWatch] = []
         self._suspected: PeerId | None = None
+        self._was_suspected = False
         self._counted: dict[PeerId, tuple[Commit, ContributionShare]] = {}  # the latest of each
         self._turn = trio.Lock()  # one sum is added to at a time
-        self._heard: set[tuple[PeerId, PeerId]] = set()
+        self._heard: deque[tuple[PeerId, PeerId, bytes]] = deque(maxlen=N_HEARD)
 
     def consider_commit(self, commit: Commit) -> None:
         """Judge who was watched, by a commit that is about to be applied, and draw who is watched next."""
         if not self._recipe.audit:
             return
         shares = self._audits.shares_of(commit)
-        self._counted.update({peer: (commit, share) for peer, share in shares.items()})
+        if self._services.me in shares:  # else others would not believe what it shows
+            recent = {peer: known for peer, known in self._counted.items() if known[0].epoch > commit.epoch - N_RECENT}
+            self._counted = {**recent, **{peer: (commit, share) for peer, share in shares.items()}}
         for watch in self._watches:
             if watch.update == commit.epoch - 1:
                 self._tasks.start_soon(self._conclude, watch, commit, shares.get(watch.peer))
         self._watches = [watch for watch in self._watches if watch.update >= commit.epoch]
-        drawn = self._suspected or self._audits.draw_contributor(shares)
+        drawn = self._audits.draw_contributor(shares)
+        if self._suspected in shares and not self._was_suspected:  # every second time at most: an accuser may lie
+            drawn = self._suspected
+        self._was_suspected = drawn == self._suspected is not None
         self._suspected = None
         if drawn is not None:
             watch = HolderWatch(drawn, commit.epoch + 1)
@@ -172,41 +183,48 @@ class StageAudits:
         watch = next((w for w in self._watches if (w.peer, w.update) == (message.peer, message.update)), None)
         if watch is None:
             raise Refused(Code.NOT_HELD, "nobody computes that again here")
+        named = (message.driver, message.first, message.source, message.gradient_source)
+        if named in watch.seen:
+            raise Refused(Code.MALFORMED, "that was told before")
+        watch.seen.add(named)
+        if sum(w.waiting_bytes for w in self._watches) > MOST_BYTES:
+            raise Refused(Code.NO_CAPACITY, "too much waits here to be computed again")
         batch = KeptMicroBatch(message.driver, message.first, message.n, message.update)
-        watch.n_waiting += 1
         try:
-            if sum(w.waiting_bytes for w in self._watches) > MOST_BYTES:
-                raise Refused(Code.NO_CAPACITY, "too much waits here to be computed again")
             whole: StageInputs | None
             if self._run.stage != ENDS:
-                whole = await self._fetch_of_holder(batch, message)
+                whole = await self._fetch_of_holder(watch, batch, message)
+                watch.waiting_bytes += _size_of(whole)
             else:
                 half = await self._fetch_of_driver(watch, batch, message)
+                watch.waiting_bytes += _size_of(half)
                 whole = self._join_halves(watch, batch.first, half)
-        except (Lacking, Refused) as error:
-            watch.n_waiting -= 1
-            watch.lacking = str(error)
-            raise
-        if whole is None:
-            watch.n_waiting -= 1
-            return
-        watch.waiting_bytes += _size_of(whole)
-        self._tasks.start_soon(self._check, watch, batch, whole)
+        except (IntegrityError, SwarmError) as error:
+            raise error if isinstance(error, Refused) else Refused(Code.MALFORMED, str(error)) from None
+        if whole is not None:
+            watch.n_waiting += 1
+            self._tasks.start_soon(self._check, watch, batch, whole)
 
-    async def _fetch_of_holder(self, batch: KeptMicroBatch, message: StageCopy) -> StageInputs:
+    async def _fetch_of_holder(self, watch: HolderWatch, batch: KeptMicroBatch, message: StageCopy) -> StageInputs:
         """Fetch what a holder of blocks has had from others, and what it gave.
 
         Raises Lacking, or Refused where its driver names something else here than it has signed for it.
         """
         signed = await self._fetch_given(batch, message, "signed")
-        self._require_same(message, decode(signed, SignedPass, "what a driver has signed") if signed else SignedPass())
+        with suppress(IntegrityError):  # what says nothing excuses nothing
+            shown = decode(signed, SignedPass, "what a driver has signed", IntegrityError)
+            self._require_same(message, shown)
+        forward = await self._fetch_given(batch, message, "forward", message.forward_digest)
+        backward = await self._fetch_given(batch, message, "backward", message.backward_digest)
+        watch.n_to_show += 1
+        watch.n_shown += bool(backward)
         return StageInputs(
             message.n,
             b"",
             await self._holder.fetch_entered(batch, message),
             await self._holder.fetch_gradient(batch, message),
-            await self._fetch_given(batch, message, "forward", message.forward_digest),
-            await self._fetch_given(batch, message, "backward", message.backward_digest),
+            forward,
+            backward,
         )
 
     def _require_same(self, message: StageCopy, signed: SignedPass) -> None:
@@ -256,9 +274,10 @@ class StageAudits:
             if message.gradient_source:
                 run, given = self._stages[first].run, message.forward_digest
                 require_signed(message, run, message.signature, given)
+                watch.n_to_show += message.is_over
                 if message.receipt:
                     require_signed(message, run, message.receipt, message.gradient_digest, of=RECEIPT)
-                    watch.n_receipts += 1
+                    watch.n_shown += 1
                 else:
                     watch.lacking = f"it has signed no receipt for draws from {message.first}"
                 source = PeerId(message.gradient_source)
@@ -362,9 +381,13 @@ class StageAudits:
         why_not = watch.lacking or ("it gave nothing" if share is None else "")
         if share is not None and share.draws != join_ranges(watch.draws):
             why_not = why_not or "it gave other draws than were seen"
-        if self._run.stage == ENDS and share is not None and len(watch.draws) >= LEAST_COPIES and not watch.n_receipts:
-            return Decision(False, "it has signed no receipt for any of what it says it has added")
+        if share is not None and watch.n_to_show >= LEAST_COPIES and not watch.n_shown:
+            what = "signed a receipt for" if self._run.stage == ENDS else "shown what has come of"
+            return Decision(False, f"it has {what} none of {watch.n_to_show} micro-batches")
+        if self._recipe.overlaps:
+            return Decision(True, f"{watch.n} samples; a sum of two states is not compared")
         if why_not or share is None:
+            self._audits.look_again(watch.peer)
             return Decision(True, f"{watch.n} samples; their sum was not compared: {why_not}")
         total = self._ports.source.vector(CHECKED)
         loss = watch.loss if self._run.stage == ENDS else share.loss  # which drivers have told it
@@ -381,10 +404,10 @@ class StageAudits:
         """
         peer = PeerId(message.peer)
         standing = self._rpc.standing
-        heard = (accuser, peer)
+        heard = (accuser, peer, message.parent)  # each commit once
         if heard in self._heard or message.stage not in self._stages or standing.is_shunned(accuser):
             return
-        self._heard.add(heard)
+        self._heard.append(heard)
         part = self._run.in_stage(message.stage)
         try:
             share = decode(payload, ContributionShare, "a share", IntegrityError)
@@ -400,7 +423,6 @@ class StageAudits:
         except IntegrityError as error:
             standing.fault(accuser, Fault.FORGED, f"it accuses {peer[-8:]}: {error}")
         except PeerError as error:
-            self._heard.discard(heard)
             logger.info("%s does not show the commit: %s", accuser[-8:], error)
         else:
             standing.fault(peer, Fault.FAULTY_NUMBERS, f"its passes, says {accuser[-8:]}", accuser)

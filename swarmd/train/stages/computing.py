@@ -16,6 +16,7 @@ from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.samples import seed_of
 from swarmd.plan.runs.workload import Workload
 from swarmd.protocol.runs.commit import Commit, DrawRange
+from swarmd.protocol.wire.stages import StageBackward
 from swarmd.protocol.wire.worker import ComputeStage, StageErrors, StageInputs
 from swarmd.train.gradients.source import SourceLost
 from swarmd.train.stages.micro_batches import KeptMicroBatch, KeptMicroBatches
@@ -154,10 +155,14 @@ class StageComputing:
             _, batch.forward = await self._compute(batch, act, StageInputs(batch.n, ids, batch.entered))
             self._news.notify()
 
-    async def backward(self, batch: KeptMicroBatch, gradient: bytes, loss: float) -> None:
-        """Add what comes of the gradient by what left the stage. Raises Stale or SwarmError."""
+    async def backward(self, batch: KeptMicroBatch, gradient: bytes, message: StageBackward) -> bool:
+        """Add what comes of the gradient by what left the stage; was it that of this message, or one before?
+
+        Raises Stale or SwarmError.
+        """
         inputs = StageInputs(batch.n, b"", batch.entered, gradient)
-        _, batch.backward = await self._compute_and_add(batch, "backward", inputs, loss)
+        _, batch.backward = await self._compute_and_add(batch, "backward", inputs, message.loss, message)
+        return batch.gradient_of is message
 
     async def head(self, batch: KeptMicroBatch, ids: bytes, left: bytes) -> float:
         """Compute the summed loss of a micro-batch, and the gradient by what left the last block."""
@@ -175,7 +180,7 @@ class StageComputing:
         return loss, msgspec.msgpack.decode(raw, type=StageErrors)
 
     async def _compute_and_add(
-        self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, loss: float
+        self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, loss: float, message: StageBackward | None = None
     ) -> tuple[float, bytes]:
         """Compute a pass that adds gradients to the sum, once: who asks again is given what it came to."""
         if not math.isfinite(loss):
@@ -186,7 +191,10 @@ class StageComputing:
                 if batch.is_added:
                     return loss, batch.backward
                 if self._may_add:
-                    return await self._add(batch, act, inputs, loss)
+                    result = await self._add(batch, act, inputs, loss)
+                    if message is not None:
+                        batch.note_gradient(message)
+                    return result
 
     async def _add(self, batch: KeptMicroBatch, act: Act, inputs: StageInputs, loss: float) -> tuple[float, bytes]:
         since = self.work.since

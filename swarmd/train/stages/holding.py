@@ -14,7 +14,16 @@ from typing import Literal
 
 import trio
 
-from swarmd.errors import Code, ConfigError, PeerError, PeerTimeout, Refused, RemoteProtocolError, Unreachable
+from swarmd.errors import (
+    Code,
+    ConfigError,
+    IntegrityError,
+    PeerError,
+    PeerTimeout,
+    Refused,
+    RemoteProtocolError,
+    Unreachable,
+)
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.net.tasks import Tasks
 from swarmd.protocol.runs.recipe import ENDS, Run
@@ -35,6 +44,7 @@ from swarmd.protocol.wire.stages import (
 from swarmd.train.gradients.source import SourceLost
 from swarmd.train.stages.computing import StageComputing, Stale
 from swarmd.train.stages.micro_batches import KeptMicroBatch
+from swarmd.train.stages.signatures import require_signed
 from swarmd.train.stages.source import StageSource
 from swarmd.train.store.data import Data
 from swarmd.train.store.services import tell_peer
@@ -174,37 +184,47 @@ class StageHolder:
 
     async def _forward(self, message: StagePass) -> bytes:
         """Compute what leaves the stage; returns its digest."""
+        self._require_signed(message)
         await self._computing.wait_for(message.update, is_new=True)
         batch = self.batches.open(message.driver, message.first, message.n, message.update)
-        batch.signed = SignedPass(message.source_digest, message.signature)
         await self._require_entered(batch, message)
         await self._computing.forward(batch)
         return batch.digest("forward")
 
     async def _backward(self, message: StageBackward) -> bytes:
         """Add the gradients; returns the digest of what goes back."""
+        self._require_signed(message)
         await self._computing.wait_for(message.update, is_new=False)
         batch = self.batches.open(message.driver, message.first, message.n, message.update)
-        batch.signed = SignedPass(
-            message.source_digest,
-            message.signature,
-            message.gradient_digest,
-            message.gradient_signature,
-            message.loss,
-            message.left_digest,
-        )
         if not (batch.is_added and batch.backward):
             await self._require_entered(batch, message)
             gradient = await self.fetch_gradient(batch, message)
-            await self._computing.backward(batch, gradient, message.loss)
-            if self.on_added is not None:
+            if await self._computing.backward(batch, gradient, message) and self.on_added is not None:
                 self.on_added(batch, message, gradient)
         return batch.digest("backward")
 
+    def _require_signed(self, message: StagePass) -> None:
+        """Check that a driver has signed what it gives itself. Raises Refused."""
+        run = self._run.id
+        try:
+            if self._run.stage == 1:
+                require_signed(message, run, message.signature, message.source_digest)
+            if self._next_stage == ENDS and isinstance(message, StageBackward):
+                given = message.gradient_digest
+                require_signed(message, run, message.gradient_signature, given, message.loss, message.left_digest)
+        except IntegrityError as error:
+            raise Refused(Code.MALFORMED, str(error)) from None
+
     async def _require_entered(self, batch: KeptMicroBatch, message: StagePass) -> None:
         """Have what enters the stage here. Raises Lacking."""
-        if not batch.entered:
-            batch.entered = await self.fetch_entered(batch, message)
+        if batch.entered:
+            if self._run.stage == 1 and batch.signed.source_digest != message.source_digest:
+                raise Refused(Code.MALFORMED, f"draws from {batch.first} were something else before")
+        else:
+            entered = await self.fetch_entered(batch, message)
+            if not batch.entered:  # it may have been asked for twice at once
+                batch.entered = entered
+                batch.signed = SignedPass(message.source_digest, message.signature)
 
     async def fetch_entered(self, batch: KeptMicroBatch, message: StagePass) -> bytes:
         """Fetch what enters the stage from whom a driver names. Raises Lacking."""

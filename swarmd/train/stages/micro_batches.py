@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from swarmd.errors import Code, Refused
-from swarmd.protocol.wire.stages import Direction, SignedPass
+from swarmd.protocol.wire.stages import Direction, SignedPass, StageBackward
 
 MOST_BYTES = 512 * 2**20  # of all that is kept; drivers send no more micro-batches than a stage gets done
 
@@ -27,9 +27,22 @@ class KeptMicroBatch:
     backward: bytes = b""
     returned: bytes = b""  # the gradient that has come, where somebody watches the driver
     signed: SignedPass = field(default_factory=SignedPass)
+    gradient_of: StageBackward | None = None  # the message whose gradient was added
     is_added: bool = False  # its gradients are in the sum, or were
     is_shown: bool = False  # it is kept until who watches the driver has fetched what that takes
     is_over: bool = False
+
+    def note_gradient(self, message: StageBackward) -> None:
+        """Note which driver's words the gradient that was added came with."""
+        self.gradient_of = message
+        self.signed = SignedPass(
+            self.signed.source_digest,
+            self.signed.signature,
+            message.gradient_digest,
+            message.gradient_signature,
+            message.loss,
+            message.left_digest,
+        )
 
     @property
     def name(self) -> str:

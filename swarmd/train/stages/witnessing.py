@@ -7,22 +7,19 @@ signed what it gave, so that neither of the two can say that it was something el
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 import trio
 from msgspec.structs import replace
 
 from swarmd.errors import PeerError
 from swarmd.net.tasks import Tasks
-from swarmd.protocol.membership.identity import public_key_of_untrusted, verify
 from swarmd.protocol.runs.recipe import ENDS, Run
 from swarmd.protocol.wire.stages import (
-    PASS_DOMAIN,
     StageBackward,
     StageCopy,
     StageForget,
-    StagePass,
     StageWatch,
-    statement_of,
 )
 from swarmd.train.stages.computing import StageComputing
 from swarmd.train.stages.holding import StageHolder
@@ -33,6 +30,7 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 COPY_S = 20.0  # for who watches to fetch what a micro-batch takes
+LONGEST_TRIP_S = 20.0  # from a backward pass to a micro-batch's end: who never says that it is over is shown, too
 FURTHEST_WATCH = 2  # updates ahead: who is watched is drawn one ahead, and the state here may be one behind
 
 
@@ -57,6 +55,14 @@ class Watchers:
         return [key[1] for key, watch in self._watches.items() if key[0] == stage and watch == (peer, update)]
 
 
+@dataclass(slots=True)
+class _Over:
+    """The end of a micro-batch, and what its driver has signed then."""
+
+    event: trio.Event = field(default_factory=trio.Event)
+    receipt: bytes = b""
+
+
 class DriverWitness:
     """See the module; of who holds the first or the last stage of blocks, or both."""
 
@@ -72,7 +78,7 @@ class DriverWitness:
         self._ends = ends
         self._tasks = tasks
         self._watchers = Watchers(me)
-        self._added: dict[tuple[str, int], tuple[KeptMicroBatch, StageBackward]] = {}
+        self._over: dict[tuple[str, int], _Over] = {}
 
     def take_watch(self, auditor: PeerId, message: StageWatch) -> None:
         """Tell a driver from now on what another one drives through this stage."""
@@ -84,16 +90,21 @@ class DriverWitness:
         if self._watchers.of(ENDS, PeerId(batch.driver), batch.update):
             batch.returned = gradient
             batch.is_shown = True
-            kept = {key: shown for key, shown in self._added.items() if shown[0].update >= batch.update - 1}
-            self._added = {**kept, (batch.driver, batch.first): (batch, message)}
+            self._over[batch.driver, batch.first] = over = _Over()
+            self._tasks.start_soon(self._show, batch, message, over)
 
     def note_over(self, message: StageForget) -> None:
-        """Tell who watches its driver of a micro-batch that is over."""
-        batch, backward = self._added.pop((message.driver, message.first), (None, None))
-        if batch is not None and backward is not None:
-            self._tasks.start_soon(self._show, batch, backward, message.receipt)
+        """Note that a micro-batch is over: who watches its driver is told then."""
+        over = self._over.get((message.driver, message.first))
+        if over is not None:
+            over.receipt = message.receipt
+            over.event.set()
 
-    async def _show(self, batch: KeptMicroBatch, message: StageBackward, receipt: bytes) -> None:
+    async def _show(self, batch: KeptMicroBatch, message: StageBackward, over: _Over) -> None:
+        """Tell who watches a driver of a micro-batch, once it is over, or should be."""
+        with trio.move_on_after(LONGEST_TRIP_S):
+            await over.event.wait()
+        self._over.pop((batch.driver, batch.first), None)
         copy = StageCopy(
             run=self._ends.run,
             update=batch.update,
@@ -110,7 +121,8 @@ class DriverWitness:
                 signature=message.signature,
                 gradient_source=self._me,
                 gradient_digest=batch.digest("backward"),
-                receipt=receipt,
+                receipt=over.receipt,
+                is_over=over.event.is_set(),
             )
         if self._is_last and batch.forward:
             copy = replace(
@@ -131,12 +143,3 @@ class DriverWitness:
             await self._holder.ask(auditor, copy, COPY_S)
         except PeerError as error:
             logger.info("%s does not take a copy of draws from %d: %s", auditor[-8:], copy.first, error)
-
-
-def require_signed(
-    message: StagePass, ledger: str, signature: bytes, digest: bytes, loss: float = 0.0, of: bytes = b""
-) -> None:
-    """Check what a driver has signed of a pass of a stage, by its ledger (``statement_of``). Raises IntegrityError."""
-    key = public_key_of_untrusted(PeerId(message.driver))
-    statement = statement_of(replace(message, run=ledger), digest, loss, of)
-    verify(key, PASS_DOMAIN, statement, signature, f"a pass of {message.driver[-8:]}")

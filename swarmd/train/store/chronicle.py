@@ -48,7 +48,7 @@ class Chronicle:
     ) -> None:
         self.run = run
         self.ledger = Ledger(run)
-        self.presence = RunPresence(services.rpc, self.ledger, members, own_record)
+        self.presence = RunPresence(services.rpc, self.ledger, members, own_record, lambda: self.anchors)
         self.order = RunOrder(run.id, 0)
         self.order_raw = b""
         self._services = services

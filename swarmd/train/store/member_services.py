@@ -41,7 +41,7 @@ class MemberServices:
     @property
     def is_left_behind(self) -> bool:
         """Is this of a stage whose other stages are past its newest update?"""
-        return self.members.are_stages_past(self.chronicle.ledger.epoch)
+        return self.members.are_stages_past(self.chronicle.ledger.epoch, self.chronicle.anchors)
 
     def clip_factor(self, average: bytes) -> float:
         """Return the clip factor of an average that this peer holds, by its hash; 1 for one stage's alone."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmd.net.standing import Standing
@@ -171,18 +172,24 @@ class Members:
         return members
 
     def newest_epoch(self, now: float) -> int:
-        """Return the newest update that another member says it knows, whether it computes or only signs."""
-        return max((record.epoch for record in self.look(now).values()), default=0)
+        """Return the newest update that another member says it knows, whether it computes or only signs.
+
+        One that names the commit which is the newest here has no later one.
+        """
+        return max((r.epoch for r in self.look(now).values() if r.head != self._last.head), default=0)
 
     def states(self) -> dict[PeerId, int]:
         """Return of which update the others say that they have the state, whether they answer or not."""
         records = [r for r in self.view().in_ledger(self.run) if r.peer != self.me]
         return {PeerId(r.peer): r.state_epoch for r in records if r.state_epoch is not None}
 
-    def are_stages_past(self, update: int) -> bool:
-        """Has another stage of the run ended a later update than this?"""
-        records = self.view().in_run(self.whole)
-        return any(record.epoch > update for record in records if record.run != self.run)
+    def are_stages_past(self, update: int, anchors: Sequence[PeerId]) -> bool:
+        """Has another stage of the run ended a later update, by the word of most anchors, who keep all ledgers?"""
+        n_past: Counter[str] = Counter()
+        for record in self.view().in_run(self.whole):
+            if record.run != self.run and record.peer in anchors and record.epoch > update:
+                n_past[record.run] += 1
+        return any(2 * n > len(anchors) for n in n_past.values())
 
     def participants(self, head: bytes, now: float) -> list[PeerId]:
         """List who takes part in the round after ``head``: those who compute on it, and those who only reduce.

@@ -6,7 +6,7 @@ A leader asks it whether anchors would sign, an anchor whether it may.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import trio
@@ -31,13 +31,21 @@ OwnRecord = Callable[[], Mapping[str, Any]]
 class RunPresence:
     """Who of a run is there, this peer included. ``intervals_s``: between the latest commits."""
 
-    def __init__(self, rpc: Rpc, ledger: Ledger, members: Members, own_record: OwnRecord) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        ledger: Ledger,
+        members: Members,
+        own_record: OwnRecord,
+        anchors: Callable[[], Sequence[PeerId]],
+    ) -> None:
         self.intervals_s: deque[float] = deque(maxlen=N_INTERVALS)
         self._rpc = rpc
         self._me = rpc.network.peer_id
         self._ledger = ledger
         self._members = members
         self._own_record = own_record
+        self._anchors = anchors
         self._head_at = trio.current_time()
 
     def note_commit(self, now: float) -> None:
@@ -57,7 +65,7 @@ class RunPresence:
 
     def are_stages_past(self) -> bool:
         """Has another stage of the run ended a later update than this one?"""
-        return self._members.are_stages_past(self._ledger.epoch)
+        return self._members.are_stages_past(self._ledger.epoch, self._anchors())
 
     async def why_not_alone(self, contributor: PeerId) -> tuple[str, float]:
         """Why anchors would not sign what one contributor stands for, as far as is seen from here; "" when they would.
