@@ -19,15 +19,11 @@ PER_HOLDER = 2  # micro-batches under way: one is computed while the next one tr
 
 @dataclass(frozen=True, slots=True)
 class HolderLoad:
-    """A holder of a stage, as a driver sees it: micro-batches sent to it that are not back, and how long one takes.
-
-    ``n_failed``: how often in a row it has failed.
-    """
+    """A holder of a stage, as a driver sees it: micro-batches sent to it that are not back, and how long one takes."""
 
     n_under_way: int = 0
     pass_s: float | None = None
     banned_until: float = 0.0
-    n_failed: int = 0
 
 
 def divide_blocks(n_blocks: int, n_stages: int) -> tuple[int, ...]:

@@ -51,8 +51,7 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-BANNED_S = 20.0  # who failed is asked nothing for so long, while others hold its stage; twice as long the next time
-MOST_DOUBLED = 4  # times: it is left out for five minutes, and waited for sixteen times as long
+BANNED_S = 20.0  # who failed is asked nothing for so long, while others hold its stage
 PATIENCE_S = 60.0  # while a stage has nobody who answers; its micro-batch is given up then, and another one tried
 MOST_FAILED = 16  # passes of one micro-batch: as many holders have died meanwhile, or somebody lies
 RETRY_S = 0.5  # between two looks for who holds a stage
@@ -397,13 +396,16 @@ class Driver:
         key = (stage, peer)
         load = self._seen.get(key, HolderLoad())
         limit_s = FIRST_PASS_S if load.pass_s is None else max(LEAST_PASS_S, SLOWEST * load.pass_s)
-        limit_s *= 2 ** min(load.n_failed, MOST_DOUBLED)  # it may be slower than was thought
         started_at = trio.current_time()
         trip.asked.add(key)
         self._note(key, n_under_way=load.n_under_way + 1)
         self.doing = f"micro-batches under way: {self.n_under_way}"
         try:
             reply = await self._holder.ask(peer, message, limit_s)
+        except PeerTimeout:
+            if load.pass_s is None:
+                self._note(key, pass_s=trio.current_time() - started_at)  # at least: it is given longer the next time
+            raise
         finally:
             self._note(key, n_under_way=self._seen[key].n_under_way - 1)
         if reply.lacks:
@@ -412,22 +414,14 @@ class Driver:
             raise Stale(reply.update)
         took_s = trio.current_time() - started_at
         usual_s = self._seen[key].pass_s
-        self._note(key, n_failed=0, pass_s=took_s if usual_s is None else usual_s + SMOOTHING * (took_s - usual_s))
+        self._note(key, pass_s=took_s if usual_s is None else usual_s + SMOOTHING * (took_s - usual_s))
         return reply.digest
 
     def _note_failure(self, trip: Trip, stage: int, peer: PeerId, error: PeerError) -> None:
-        """Ask a holder nothing for a while: as long as it asks for, or twice as long each time it fails in a row.
-
-        Raises SwarmUnavailable.
-        """
+        """Ask a holder nothing for a while: as long as it asks for, if it says so. Raises SwarmUnavailable."""
         logger.info("stage %d: %s: %s", stage, peer[-8:], error)
-        key = (stage, peer)
         wait_s = error.retry_after_s if isinstance(error, Refused) else None
-        if wait_s is None:
-            n_failed = self._seen.get(key, HolderLoad()).n_failed
-            wait_s = BANNED_S * 2 ** min(n_failed, MOST_DOUBLED)
-            self._note(key, n_failed=n_failed + 1)
-        self._note(key, banned_until=trio.current_time() + wait_s)
+        self._note((stage, peer), banned_until=trio.current_time() + (BANNED_S if wait_s is None else wait_s))
         trip.n_failed += 1
         if trip.n_failed > MOST_FAILED:
             raise SwarmUnavailable(f"{MOST_FAILED} passes failed, the last at stage {stage}: {error}")
