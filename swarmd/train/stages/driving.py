@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from swarmd.errors import PeerError, Refused, SwarmError, SwarmUnavailable, Unreachable
+from swarmd.errors import PeerError, PeerTimeout, Refused, SwarmError, SwarmUnavailable, Unreachable
 from swarmd.net.tasks import Tasks
 from swarmd.plan.runs.ledger import Ledger
 from swarmd.plan.runs.stages import (
