@@ -143,11 +143,7 @@ def plan_recipe(recipe_path: Path, *, home: Home | None = None) -> RecipePlan:
         raise ConfigError(f"{recipe_path} is not in stages: every member holds the whole model; start it, then plan")
     _, source = _find_source(home, draft, recipe_path.parent)
     size = _load_outline(source, draft).size
-    room = {
-        peer["peer"]: int(peer["memory_bytes"] * USABLE_SHARE)
-        for peer in _ask(home, "peers")["peers"]
-        if peer["memory_bytes"]
-    }
+    room = _find_room(home)
     if draft.stages == "auto":
         choice = choose_stages(size, list(room.values()))
         n_stages = choice.action or size.n_blocks
@@ -233,13 +229,18 @@ def _load_outline(source: Path, recipe: Recipe) -> Outline:
     return read_outline(source, recipe)
 
 
+def _find_room(home: Home) -> dict[str, int]:
+    """Find how many bytes each machine of the swarm has to give to stages, by peer, as far as that is known."""
+    memories = {peer["peer"]: peer["memory_bytes"] for peer in _ask(home, "peers")["peers"]}
+    return {peer: int(n_bytes * USABLE_SHARE) for peer, n_bytes in memories.items() if n_bytes}
+
+
 def _divide_blocks(home: Home, recipe: Recipe, size: ModelSize) -> tuple[tuple[int, ...], str]:
     """Return the first block of each stage that a recipe asks for, and why; () for none. Raises ConfigError."""
     stages = recipe.stages
     why = ""
     if stages == "auto":
-        memories = [peer["memory_bytes"] for peer in _ask(home, "peers")["peers"]]
-        choice = choose_stages(size, [int(n_bytes * USABLE_SHARE) for n_bytes in memories if n_bytes])
+        choice = choose_stages(size, list(_find_room(home).values()))
         if not choice.action:
             raise ConfigError(f'stages = "auto": {choice.reason}: have more machines join, or say how many stages')
         stages, why = choice.action, choice.reason

@@ -241,10 +241,7 @@ def plan_stages(trainers: Sequence[Trainer]) -> PlanAnswer:
         run=first.run_spec.whole,
         pipeline=PipelineRow(
             stages=_stage_rows(first),
-            samples_per_s=forecast.samples_per_s,
-            slowest=forecast.slowest,
-            lacking=forecast.lacking,
-            with_one_more=forecast.with_one_more,
+            **asdict(forecast),
             sample_bytes=len(speeds) * max((part.sample_bytes for part in parts), default=0.0),
         ),
     )

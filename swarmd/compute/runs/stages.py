@@ -124,10 +124,10 @@ class TrainedStage:
 
     def _measure(self, n: int, entered: bytes, given: bytes, own: bytes) -> tuple[float, ...]:
         """Measure by how much each token of a result is off, by what was added to what ``entered``; () of none."""
-        shape = self._shape(n)
-        inputs = self._decode(entered, shape) if entered else torch.zeros(shape)
         if not given:
             return ()
+        shape = self._shape(n)
+        inputs = self._decode(entered, shape) if entered else torch.zeros(shape)
         try:
             outputs = self._decode(given, shape)
         except RemoteProtocolError:

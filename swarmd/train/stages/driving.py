@@ -43,7 +43,7 @@ from swarmd.protocol.wire.stages import (
 from swarmd.train.stages.computing import StageComputing, Stale
 from swarmd.train.stages.holding import Lacking, StageHolder
 from swarmd.train.stages.micro_batches import KeptMicroBatch
-from swarmd.train.stages.witnessing import COPY_S, Watchers
+from swarmd.train.stages.witnessing import Watchers
 from swarmd.train.store.data import Data
 from swarmd.train.store.members import Members
 from swarmd.train.store.services import Wakeups
@@ -316,20 +316,16 @@ class Driver:
         async with trio.open_nursery() as nursery:
             for stage in range(1, self._last_stage + 1):
                 for auditor in self._watchers.of(stage, trip.holders[stage], trip.batch.update):
-                    nursery.start_soon(self._send_copy, trip, stage, auditor)
+                    nursery.start_soon(self._holder.send_copy, auditor, self._copy_of(trip, stage))
         self._forget(trip)
 
-    async def _send_copy(self, trip: Trip, stage: int, auditor: PeerId) -> None:
-        copy = StageCopy(
+    def _copy_of(self, trip: Trip, stage: int) -> StageCopy:
+        return StageCopy(
             **self._fields_back(trip, stage),
             peer=trip.holders[stage],
             forward_digest=trip.digests.get((stage, "forward"), b""),
             backward_digest=trip.digests[stage, "backward"],
         )
-        try:
-            await self._holder.ask(auditor, copy, COPY_S)
-        except PeerError as error:
-            logger.info("%s does not take a copy of draws from %d: %s", auditor[-8:], trip.batch.first, error)
 
     # --- holders -----------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ MOST_ASKED = 256  # passes, at once: drivers have two under way for each stage
 MOST_PARTS = 1_024  # of one micro-batch's activations: 1 GiB
 
 PING_S = 1.0  # how often a holder that computes is asked whether it lives
+COPY_S = 20.0  # for who watches to fetch what a micro-batch takes
 FAREWELL_S = 1.0  # to say that a stage is left, while passes of it wait
 SILENT_S = 3.0  # without an answer to that: it is taken for dead
 FindLocal = Callable[[str], "StageHolder | None"]
@@ -281,6 +282,13 @@ class StageHolder:
         if done is None:
             raise error
         return done
+
+    async def send_copy(self, auditor: PeerId, copy: StageCopy) -> None:
+        """Tell who watches of a micro-batch; returns once it has fetched what that takes, or does not."""
+        try:
+            await self.ask(auditor, copy, COPY_S)
+        except PeerError as error:
+            logger.info("%s does not take a copy of draws from %d: %s", auditor[-8:], copy.first, error)
 
     def take_forget(self, message: StageForget) -> None:
         """Forget a micro-batch that is over; who watches its driver is shown it before."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import trio
 from msgspec.structs import replace
 
-from swarmd.errors import PeerError
 from swarmd.net.tasks import Tasks
 from swarmd.protocol.runs.recipe import ENDS, Run
 from swarmd.protocol.wire.stages import (
@@ -29,7 +28,6 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-COPY_S = 20.0  # for who watches to fetch what a micro-batch takes
 LONGEST_TRIP_S = 20.0  # from a backward pass to a micro-batch's end: who never says that it is over is shown, too
 FURTHEST_WATCH = 2  # updates ahead: who is watched is drawn one ahead, and the state here may be one behind
 
@@ -134,12 +132,6 @@ class DriverWitness:
             )
         async with trio.open_nursery() as nursery:
             for auditor in self._watchers.of(ENDS, PeerId(batch.driver), batch.update):
-                nursery.start_soon(self._send, auditor, copy)
+                nursery.start_soon(self._holder.send_copy, auditor, copy)
         batch.is_shown = False
         self._computing.forget(batch.driver, batch.first)
-
-    async def _send(self, auditor: PeerId, copy: StageCopy) -> None:
-        try:
-            await self._holder.ask(auditor, copy, COPY_S)
-        except PeerError as error:
-            logger.info("%s does not take a copy of draws from %d: %s", auditor[-8:], copy.first, error)
