@@ -295,6 +295,8 @@ class Proof:
 class LocalSession:
     """Two spans in this process, behind the interface that the client's model uses."""
 
+    can_fly = False
+
     def __init__(self, spans: list[LoadedSpan], max_tokens: int) -> None:
         self.layer_arity = spans[0].layer_arity
         self._spans = spans

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,6 +26,7 @@ from swarmd.client.model.draft import DraftModel
 from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
+from swarmd.client.sessions.step_state import WindowAnswer
 from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
 from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
@@ -40,11 +43,16 @@ T = TypeVar("T")
 
 # A step crosses threads twice, without trio's portal, which would take longer:
 #
-#     caller's thread   step(): _submit_work(work) --run_sync_soon--> _wake.set()    |   _answers.get() blocks
-#     trio thread       _run_steps():            _wake.wait() -> session.step(work) -> _answers.put(answer)
+#     caller's thread   step(): _submit(work) --run_sync_soon--> _wake.set()    |   _answers.get() blocks
+#     trio thread       _run_work():    _wake.wait() -> session.step(work) -> _answers.put(answer)
 #
-# There is at most one step under way, so one slot for work is enough. An interrupted caller never reads its answer. So
-# the session closes then: the next step must not take that answer for its own.
+# Windows that fly are work like steps, but their answers come from a task of their own:
+#
+#     caller's thread   send(), send(), ...                receive(): _arrived.get()
+#     trio thread       _run_work(): session.send(work)    _receive_windows(): session.receive() -> _arrived.put(answer)
+#
+# An interrupted caller never reads its answer. So the session closes then: the next step must not take that answer for
+# its own.
 class BlockingSession:
     """A chain session for threads: a step is a queue there and back, not a portal call (facts: hotpath)."""
 
@@ -52,12 +60,14 @@ class BlockingSession:
         self.chain_session: ChainSession = thread.call(swarm.open_session, terms)
         self._thread = thread
         self._swarm = swarm
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._work: StepInput | None = None
+        self._answers: queue.SimpleQueue[torch.Tensor | BaseException | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[WindowAnswer | BaseException] = queue.SimpleQueue()
+        self._work: deque[StepInput | _SentWindow | _Void | None] = deque()
         self._wake = trio.Event()
+        self._is_receiving = False
         self._is_closed = False
         self._is_over = threading.Event()
-        thread.spawn(self._run_steps)
+        thread.spawn(self._run_work)
 
     @property
     def layer_arity(self) -> int:
@@ -74,9 +84,7 @@ class BlockingSession:
 
     def step(self, step: StepInput) -> torch.Tensor | None:
         """See ChainSession.step. Blocks the calling thread."""
-        if self._is_closed:
-            raise ConfigError("this session was closed")
-        self._thread.soon(self._submit_work, step)
+        self._submit(step)
         try:
             answer = self._answers.get()
         except BaseException:  # interrupted: the answer of this step must not be taken for that of another
@@ -84,7 +92,38 @@ class BlockingSession:
             raise
         if isinstance(answer, BaseException):
             raise answer
-        return answer  # type: ignore[no-any-return]
+        return answer
+
+    @property
+    def can_fly(self) -> bool:
+        """See ChainSession."""
+        return self.chain_session.can_fly
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next window, as long as nothing is under way."""
+        return self.chain_session.chain.position.seq + 1
+
+    def send(self, number: int, step: StepInput) -> None:
+        """See ChainSession.send; does not wait."""
+        self._submit(_SentWindow(number, step))
+
+    def receive(self, timeout_s: float | None) -> WindowAnswer | None:
+        """See ChainSession.receive; waits for so long at most (None: as long as it takes)."""
+        try:
+            answer = self._arrived.get(timeout=timeout_s) if timeout_s != 0 else self._arrived.get_nowait()
+        except queue.Empty:
+            return None
+        except BaseException:  # interrupted: see ``step``
+            self.close()
+            raise
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def void_from(self, number: int) -> None:
+        """See ChainSession.void_from; does not wait."""
+        self._submit(_Void(number))
 
     @property
     def served_logits(self) -> ServedLogits | None:
@@ -100,7 +139,7 @@ class BlockingSession:
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(trio.RunFinishedError):
-                self._thread.soon(self._submit_work, None)
+                self._thread.soon(self._enqueue, None)
 
     def finish(self) -> None:
         """Wait until all that was asked to be is verified. Raises WrongAnswer, or why it cannot be."""
@@ -111,27 +150,79 @@ class BlockingSession:
         """Wait until its hops are given back and what is left of it is checked; it must have been closed."""
         self._is_over.wait(timeout_s)
 
-    def _submit_work(self, work: StepInput | None) -> None:
-        self._work = work
+    def _submit(self, work: StepInput | _SentWindow | _Void) -> None:
+        if self._is_closed:
+            raise ConfigError("this session was closed")
+        self._thread.soon(self._enqueue, work)
+
+    def _enqueue(self, work: StepInput | _SentWindow | _Void | None) -> None:
+        self._work.append(work)
         self._wake.set()
 
-    async def _run_steps(self) -> None:
+    async def _run_work(self) -> None:
         try:
-            while True:
-                await self._wake.wait()
-                self._wake = trio.Event()
-                if self._work is None:
-                    return
-                try:
-                    self._answers.put(await self.chain_session.step(self._work))
-                except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the answer
-                    self._answers.put(error)
+            async with trio.open_nursery() as nursery:
+                while True:
+                    await self._wake.wait()
+                    self._wake = trio.Event()
+                    while self._work:
+                        work = self._work.popleft()
+                        if work is None:
+                            nursery.cancel_scope.cancel()
+                            return
+                        await self._do(work, nursery)
         finally:
-            self._answers.put(Unreachable("the connection to the swarm was closed"))
+            for answers in (self._answers, self._arrived):
+                answers.put(Unreachable("the connection to the swarm was closed"))
             try:
                 await self._swarm.close_session(self.chain_session)
             finally:
                 self._is_over.set()
+
+    async def _do(self, work: StepInput | _SentWindow | _Void, nursery: trio.Nursery) -> None:
+        session = self.chain_session
+        if isinstance(work, _Void):
+            session.void_from(work.number)
+        elif isinstance(work, _SentWindow):
+            try:
+                seq = await session.send(work.step)
+            except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the answer
+                self._arrived.put(error)
+                return
+            assert seq == work.number, "between windows nothing else is sent"
+            if not self._is_receiving:
+                self._is_receiving = True
+                nursery.start_soon(self._receive_windows)
+        else:
+            try:
+                self._answers.put(await session.step(work))
+            except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the answer
+                self._answers.put(error)
+
+    async def _receive_windows(self) -> None:
+        """Take answers as long as windows are under way."""
+        try:
+            while (answer := await self.chain_session.receive()) is not None:
+                self._arrived.put(answer)
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the answer
+            self._arrived.put(error)
+        finally:
+            self._is_receiving = False
+
+
+@dataclass(frozen=True, slots=True)
+class _SentWindow:
+    """A window is to be sent, with this number."""
+
+    number: int
+    step: StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class _Void:
+    """Windows from this number on are void."""
+
+    number: int
 
 
 class BlockingLanes:

@@ -25,6 +25,8 @@ Part = tuple[Index, Annotated[int, msgspec.Meta(ge=1, le=65_536)]]
 """Which part, and of how many."""
 Rows = Annotated[tuple[Index, ...], msgspec.Meta(max_length=1024)]
 
+MOST_ABSENT = 4_096  # tokens of a session that are void and not cropped yet: many times what is tried ahead
+Absent = Annotated[int, msgspec.Meta(ge=0, le=MOST_ABSENT)]
 MOST_HOPS_TIMED = 64  # of an op; those behind them tell nothing
 MOST_LOGITS = 256  # of a token: sampling looks at 50 where nobody says otherwise
 MOST_LOGITS_BYTES = 40_000  # of one op, two thirds of a header: those of 19 tokens

@@ -12,10 +12,11 @@ from swarmd.protocol.membership.records import PeerRecord
 from swarmd.protocol.wire.messages import KNOWN_NEEDS
 from swarmd.protocol.wire.tensors import CODECS
 
-MINOR = 6  # grows with each message, codec or need that is added
+MINOR = 7  # grows with each message, codec or need that is added
 
 CHARTERS = 5  # the minor from which on catalogs may be signed by other founders than the first
 RECEIPTS = 6  # the minor from which on servers sign what passes through them, and what that goes on from
+VOIDS = 7  # the minor from which on ops can be void
 SHORT_DIGESTS = 2  # the minor from which on digests may name records shortly
 
 

@@ -54,7 +54,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class SentOp:
-    """One op as it was sent: edits first, then hidden [b, t, d], positions [b, t], mask [b, t] or None."""
+    """One op as it was sent: edits first, then hidden [b, t, d], positions [b, t], mask [b, t] or None.
+
+    ``n_absent`` tokens follow that nobody computes (``protocol.wire.messages.Void``).
+    """
 
     seq: int
     edits: tuple[Edit, ...]
@@ -62,6 +65,16 @@ class SentOp:
     positions: torch.Tensor | None
     mask: torch.Tensor | None
     record_past: bool = False
+    n_absent: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of each row, the absent ones included."""
+        return self.n_absent + (0 if self.hidden is None else self.hidden.shape[1])
+
+    def without_tokens(self) -> SentOp:
+        """Return the same op with all of its tokens absent."""
+        return replace(self, hidden=None, positions=None, mask=None, n_absent=self.n_tokens)
 
     def last(self, n_tokens: int) -> SentOp:
         """Return the same op with the last ``n_tokens`` of each row only."""
@@ -86,13 +99,15 @@ class SentOp:
 # An op is merged once it is settled: its answer has reached the client, so no repair will undo it. A successor that
 # knows nothing gets the slab and then the ops; one that is up to op ``seq`` gets only the ops after it. In the exact
 # grade nothing is merged: a successor must compute in the same portions, since sums in another order round otherwise.
+# Absent tokens are at the end, if there are any: they are cropped before tokens are put behind them.
 class History:
     """The ops that one sender sent in one session."""
 
     def __init__(self, is_exact: bool, budget: Budget) -> None:
         self.is_exact = is_exact
         self.base_seq = 0
-        self.n_tokens = 0
+        self.n_tokens = 0  # of the slab
+        self.n_absent = 0  # behind it
         self.record_past = False
         self.recent_tokens = 0
         self.recent_edits = 0
@@ -106,16 +121,20 @@ class History:
     def add(self, sent: SentOp) -> None:
         """Add the newest op."""
         self._recent.append(sent)
-        self.recent_tokens += 0 if sent.hidden is None else sent.hidden.shape[1]
+        self.recent_tokens += sent.n_tokens
         self.recent_edits += count_changes(sent.edits, sent.hidden is not None)
 
     def settle(self, seq: int) -> None:
         """Merge what is settled up to ``seq``; the exact grade keeps everything apart."""
         while not self.is_exact and self._recent and self._recent[0].seq <= seq:
             settled = self._recent.pop(0)
-            self.recent_tokens -= 0 if settled.hidden is None else settled.hidden.shape[1]
+            self.recent_tokens -= settled.n_tokens
             self.recent_edits -= count_changes(settled.edits, settled.hidden is not None)
             self._merge_op(settled)
+
+    def forget_void(self, first: int, last: int) -> None:
+        """Keep no tokens of ops ``first`` to ``last``: they are absent for whoever is sent them from now on."""
+        self._recent = [sent.without_tokens() if first <= sent.seq <= last else sent for sent in self._recent]
 
     def after(self, seq: int) -> Iterator[SentOp]:
         """Return the separate ops after ``seq``, in order."""
@@ -136,6 +155,7 @@ class History:
                 positions=self._positions[:, window],
                 mask=mask,
                 record_past=self.record_past,
+                n_absent=self.n_absent if part + 1 == n_parts else 0,
             )
             yield part, n_parts, op
 
@@ -165,7 +185,7 @@ class History:
     def n_kept(self) -> int:
         """Tokens that no op has cropped, merged or not."""
         n_cropped = sum(count_cropped(sent.edits) for sent in self._recent)
-        return self.n_tokens + self.recent_tokens - n_cropped
+        return self.n_tokens + self.n_absent + self.recent_tokens - n_cropped
 
     def _parts(
         self,
@@ -178,8 +198,11 @@ class History:
             hidden = self._hidden[:, : self.n_tokens]
             positions = self._positions[:, : self.n_tokens]
             parts.append((hidden, positions))
+        n_absent = self.n_absent
         for sent in self._recent:
-            _crop_parts(parts, count_cropped(sent.edits))
+            n_cropped = count_cropped(sent.edits)
+            _crop_parts(parts, max(0, n_cropped - n_absent))
+            n_absent = max(0, n_absent - n_cropped) + sent.n_absent
             if sent.hidden is not None and sent.positions is not None:
                 parts.append((sent.hidden, sent.positions))
         windows = []
@@ -202,11 +225,13 @@ class History:
         """Apply an op to the slabs as its receiver applied it to its caches."""
         for edit in sent.edits:
             if edit.crop is not None:
-                self.n_tokens -= edit.crop
+                self.n_tokens -= max(0, edit.crop - self.n_absent)
+                self.n_absent = max(0, self.n_absent - edit.crop)
             if edit.rows is not None:
                 self._reorder_rows(torch.tensor(edit.rows))
         if sent.hidden is not None and sent.positions is not None:
             self._append_tokens(sent.hidden, sent.positions, sent.mask)
+        self.n_absent += sent.n_absent
         self.base_seq = sent.seq
         self.record_past = self.record_past or sent.record_past
 

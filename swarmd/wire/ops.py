@@ -46,5 +46,6 @@ def encode_op(header: Op, sent: SentOp, codec: str) -> bytes:
         edits=sent.edits,
         tensor=meta,
         record_past=sent.record_past,
+        absent=sent.n_absent,
     )
     return messages.encode_frame(op, payload)

@@ -75,6 +75,7 @@ class PlayedSession(ChainSession):
     """Gives back what it is sent."""
 
     served_logits = None
+    can_fly = False
 
     def __init__(self, max_tokens: int) -> None:
         self.played = Statistics()

@@ -50,8 +50,8 @@ def call(name: str, arguments: dict[str, Any]) -> str:
 class NothingAhead(Lookup):
     """Tries no tokens ahead."""
 
-    def propose(self, tokens: Sequence[int], max_tokens: int, min_chance: float) -> tuple[list[int], float]:
-        return [], 0.0
+    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
+        return []
 
 
 @dataclass

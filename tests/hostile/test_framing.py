@@ -40,7 +40,7 @@ Signed = tuple[bytes, bytes]
 def signed_by(trail: Trail, seq: int = 1) -> Signed:
     """What an honest server signs of one opening."""
     first, entered, left, before = trail.cut()
-    about = (SERVER.peer_id, "client", bytes(16), "m", 0, 3, seq, trail.n_computed, 1, "n", False)
+    about = (SERVER.peer_id, "client", bytes(16), "m", 0, 3, seq, trail.taken.n_computed, 1, "n", False)
     said = Receipt(*about, trail.adapter, trail.tuned, first=first, entered=entered, left=left, before=before)
     return receipt.sign(said, SERVER)
 
@@ -84,7 +84,7 @@ class Session:
             0,
             3,
             self._seq,
-            self._trail.n_computed,
+            self._trail.taken.n_computed,
             1,
             "n",
             False,

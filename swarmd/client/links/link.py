@@ -117,23 +117,27 @@ def is_suitable(span: SpanRecord, terms: SessionOptions, numerics: str) -> bool:
     return span.dtype == terms.dtype and terms.quantize in ("any", span.quantize)
 
 
-def needs_of(terms: SessionOptions, codec: str) -> frozenset[str]:
-    """Name what servers must understand for a session with these options that travels in ``codec``."""
+def needs_of(terms: SessionOptions, codec: str, has_void: bool = False) -> frozenset[str]:
+    """Name what servers must understand for a session with these options that travels in ``codec``.
+
+    ``has_void``: some of its ops may be void.
+    """
     needs = {
         "exact": terms.grade == "exact",
         "codec": codec not in ("auto", "raw"),
         "adapter": bool(terms.adapter),
         "tuned": terms.tuned is not None,
         "changes": codec == CHANGES,
+        "absent": has_void,
     }
     return frozenset(need for need, is_needed in needs.items() if is_needed)
 
 
-def is_compatible(view: SwarmView, span: SpanRecord, terms: SessionOptions) -> bool:
-    """Does a server announce all that a session with these options uses?"""
+def is_compatible(view: SwarmView, span: SpanRecord, terms: SessionOptions, has_void: bool = False) -> bool:
+    """Does a server announce all that a session with these options uses? ``has_void``: see ``needs_of``."""
     codec = CHANGES_CODEC if terms.codec == CHANGES else terms.codec
     record = view.peers.get(PeerId(span.peer))
-    return understanding_of(record).knows(codec, needs_of(terms, terms.codec))
+    return understanding_of(record).knows(codec, needs_of(terms, terms.codec, has_void))
 
 
 @dataclass(slots=True)
@@ -249,6 +253,7 @@ class Statistics:
     frames_sent: int = 0
     frames_received: int = 0
     forwarded: int = 0
+    n_void: int = 0  # ops that nobody wanted any more before they were answered
     n_logits: int = 0  # tokens whose largest logits the last hop gave
     repairs: list[Repair] = field(default_factory=list)
     blamed: list[tuple[PeerId, str]] = field(default_factory=list)

@@ -6,20 +6,19 @@ tried. Beams, batches, scores to return, candidates of others and models that PE
 
 from __future__ import annotations
 
-import functools
-import inspect
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from swarmd.client.model.draft import Draft, DraftModel
+from swarmd.client.model.passes import LogitsSource, Passes
 from swarmd.client.model.speculation import Costs, DraftSource, Lookup, Speculation
 from swarmd.client.model.swarm_head import SwarmHead, is_enough
 from swarmd.client.model.traced_pass import StepPass
+from swarmd.plan.chains.flight import Flight
 
 PLAIN = frozenset(
     ("inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer")
@@ -85,34 +84,6 @@ def is_plain(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsSource:
-    """What computes the logits of one text: a swarm head, else a trace of the client's part, else the family's forward.
-
-    A trace is of passes with few tokens. ``cache`` is the model's argument ``cache_name``.
-    """
-
-    model: Any
-    cache: Any
-    cache_name: str
-    traced: StepPass | None
-    head: SwarmHead | None
-
-    def compute_logits(self, sent: torch.Tensor, n: int, is_prompt: bool) -> torch.Tensor:
-        """Compute logits of the tokens sent, or of the last ``n`` only."""
-        if self.head is not None:
-            return self.head.logits(sent, self.cache, n)
-        if self.traced is not None and not is_prompt:
-            positions, through_swarm = self.cache.prepare_append(sent.shape[1])
-            return self.traced.compute(sent, positions, through_swarm)
-        options = {self.cache_name: self.cache}
-        if _keeps_logits(self.model.__class__):
-            options["logits_to_keep"] = n
-        output = self.model(input_ids=sent.to(self.model.device), use_cache=True, **options)
-        logits: torch.Tensor = output.logits
-        return logits
-
-
 # One round of the loop. The last token that is known travels with draft tokens behind it, in one pass:
 #
 #     sent       t9 | d10 d11 d12           the cache holds t1 to t8
@@ -120,8 +91,10 @@ class LogitsSource:
 #     chosen          t10 t11               t10 = d10 is right; t11 differs from d11: what follows is worthless
 #     kept       t9 | t10                   the cache is cropped by two, t11 is sent in the next round
 #
+# Where windows fly (``plan.chains.flight``), what is tried further travels meanwhile, and is void at that point.
+#
 # Each token is chosen from its own logits, with one draw, after exactly the tokens before it. So the text is the one
-# that a loop without draft tokens gives. The invariant: the cache holds all tokens but the last one.
+# that a loop without draft tokens gives.
 def make_loop(
     speculation: Speculation, cache_name: str, streamer: Any, traced: StepPass | None, head: SwarmHead | None
 ) -> Loop:
@@ -138,52 +111,74 @@ def make_loop(
         if options.get("attention_mask") is not None:  # of a prompt in which transformers found padding
             options |= {"generation_config": generation_config, "streamer": streamer}
             return type(model)._sample(model, input_ids, logits_processor, stopping_criteria, **options)  # type: ignore[no-any-return]
-        cache = options[cache_name]
-        ids = input_ids
-        tokens = input_ids[0].tolist()
-        sent = input_ids
-        draft_tokens: list[int] = []
         samples = bool(generation_config.do_sample)
         usable_head = head if is_enough(logits_processor, samples) else None
-        source = LogitsSource(model, cache, cache_name, traced, usable_head)
-        speculation.begin(tokens)
-        while True:
-            started_at = time.perf_counter()
-            is_prompt = ids is input_ids
-            n_wanted = 1 + len(draft_tokens)
-            out = source.compute_logits(sent, n_wanted, is_prompt)
-            if not is_prompt:
-                speculation.costs.measured(sent.shape[1], time.perf_counter() - started_at)
-            logits = out[:, -n_wanted:].to(ids.device, torch.float32, copy=True)
-            is_done = False
-            n_right = -1
-            for n_right in range(n_wanted):
-                token = _choose_token(logits_processor(ids, logits[:, n_right]), samples)
-                ids = torch.cat([ids, token[:, None]], 1)
-                tokens.append(int(token))
-                if streamer is not None:
-                    streamer.put(token.cpu())
-                is_done = bool(stopping_criteria(ids, None).all())
-                if is_done or n_right == len(draft_tokens) or tokens[-1] != draft_tokens[n_right]:
-                    break
-            if n_right < len(draft_tokens):
-                cache.crop(n_right - len(draft_tokens))
-            speculation.learn(n_right)
-            if is_done:
-                break
-            draft_tokens = speculation.propose_tokens(tokens, generation_config.max_length - len(tokens) - 1)
-            sent = torch.tensor([[tokens[-1], *draft_tokens]])
+        source = LogitsSource(model, options[cache_name], cache_name, traced, usable_head)
+        text = GeneratedText(input_ids, logits_processor, stopping_criteria, streamer, samples)
+        speculation.begin(text.tokens)
+        logits = source.compute_logits(input_ids, 1, is_prompt=True)
+        text.tokens.append(text.choose(logits[:, -1]))
+        if not text.is_done:
+            passes = source.passes()
+            flight = Flight(text.tokens, text.tokens[:-1], passes.next_number)
+            speculation.start(flight, generation_config.max_length, passes.can_fly, time.perf_counter())
+            _decode(text, passes, speculation)
         if streamer is not None:
             streamer.end()
-        return ids
+        return text.ids
 
     return decode
 
 
-@functools.cache
-def _keeps_logits(family: type) -> bool:
-    """Can its forward be told how many logits are wanted?"""
-    return "logits_to_keep" in inspect.signature(family.forward).parameters  # type: ignore[attr-defined]
+class GeneratedText:
+    """A text that grows by tokens that are chosen from logits, until a stopping criterion holds."""
+
+    def __init__(
+        self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, streamer: Any, samples: bool
+    ) -> None:
+        self.ids = input_ids
+        self.tokens: list[int] = input_ids[0].tolist()
+        self.is_done = False
+        self._logits_processor = logits_processor
+        self._stopping_criteria = stopping_criteria
+        self._streamer = streamer
+        self._samples = samples
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Choose the next token from logits [1, vocabulary]; the caller adds it to ``tokens``."""
+        scores = self._logits_processor(self.ids, logits.to(self.ids.device, torch.float32, copy=True))
+        token = _choose_token(scores, self._samples)
+        self.ids = torch.cat([self.ids, token[:, None]], 1)
+        if self._streamer is not None:
+            self._streamer.put(token.cpu())
+        self.is_done = bool(self._stopping_criteria(self.ids, None).all())
+        return int(token)
+
+
+def _decode(text: GeneratedText, passes: Passes, speculation: Speculation) -> None:
+    """Send windows and take their answers, until the text is done."""
+    while not text.is_done:
+        now = time.perf_counter()
+        if speculation.is_due(now):
+            passes.send(speculation.next_window(now))
+            continue
+        passed = passes.receive(speculation.patience_s(now))
+        if passed is None:
+            if speculation.can_draft:
+                speculation.draft()
+            continue
+        if speculation.begin_answer(passed.number, passed.cost) is None:
+            continue
+        n_tokens = 0
+        for row in range(passed.logits.shape[1]):
+            n_tokens += 1
+            is_right = speculation.take(text.choose(passed.logits[:, row]))
+            if text.is_done or not is_right:
+                break
+        now = time.perf_counter()
+        void_from = speculation.stop() if text.is_done else speculation.end_answer(n_tokens, now)
+        if void_from is not None:
+            passes.void_from(void_from)
 
 
 def _choose_token(scores: torch.Tensor, is_sampled: bool) -> torch.Tensor:

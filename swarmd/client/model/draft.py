@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import threading
 import time
@@ -61,6 +62,7 @@ class Draft:
         self._cache = DynamicCache(config=model.model.config)
         self._read: list[int] = []  # the tokens in the cache
         self._n_confirmed = 0  # so many of them are the text's, whatever became of what was proposed
+        self._chances: dict[int, float] = {}  # of tokens that it proposed, by their place in the text
         self._reader: threading.Thread | None = None
         self._is_over = False
 
@@ -81,31 +83,27 @@ class Draft:
         if self._reader is not None:
             self._reader.join()
 
-    def propose(
-        self,
-        tokens: Sequence[int],
-        max_tokens: int,
-        min_chance: float,
-    ) -> tuple[list[int], float]:
-        """At most ``max_tokens`` tokens; it ends before one that follows with less than the chance ``min_chance``."""
+    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
+        """At most ``max_tokens`` tokens; it ends before one that follows the text with less than ``min_chance``."""
         is_reading = self._reader is not None and self._reader.is_alive()
-        if is_reading or self._is_over or len(tokens) + max_tokens > self._model.max_tokens:
-            return [], 0.0
+        n_known = len(text) + len(tried)
+        if is_reading or self._is_over or n_known + max_tokens > self._model.max_tokens:
+            return []
         if not self._model.each_s:
             max_tokens = 1  # it measures what each takes
-        self._forget_wrong(tokens)
+        self._forget_wrong(text, tried)
         proposed: list[int] = []
-        unread = list(tokens[len(self._read) :])
-        chance = 1.0
-        started_at = time.perf_counter()
+        unread = [*text, *tried][len(self._read) :]
+        chance = math.prod(self._chances.get(place, 1.0) for place in range(len(text), n_known))
         while len(proposed) < max_tokens:
             token, probability = self._read_tokens(unread)
             chance *= probability
             if chance < min_chance:
                 break
+            self._chances[n_known + len(proposed)] = probability
             unread = [token]
             proposed.append(token)
-        return proposed, time.perf_counter() - started_at
+        return proposed
 
     def _read_prompt(self, prompt: list[int]) -> None:
         try:
@@ -122,12 +120,18 @@ class Draft:
         self._read += tokens
         return likeliest
 
-    def _forget_wrong(self, tokens: Sequence[int]) -> None:
-        """Keep in the cache what the text begins with, except its last token: that is read for what follows."""
+    def _forget_wrong(self, text: Sequence[int], tried: Sequence[int]) -> None:
+        """Keep in the cache what text and tries begin with, except the last token: it is read for what follows."""
+        n_known = len(text) + len(tried)
         n = self._n_confirmed
-        while n < min(len(self._read), len(tokens) - 1) and self._read[n] == tokens[n]:
+        while n < min(len(self._read), n_known - 1) and self._read[n] == _token_at(text, tried, n):
             n += 1
         if n < len(self._read):
             self._cache.crop(n - len(self._read))
             del self._read[n:]
-        self._n_confirmed = n
+        self._n_confirmed = min(n, len(text))
+        self._chances = {place: chance for place, chance in self._chances.items() if len(text) <= place < n_known}
+
+
+def _token_at(text: Sequence[int], tried: Sequence[int], place: int) -> int:
+    return text[place] if place < len(text) else tried[place - len(text)]

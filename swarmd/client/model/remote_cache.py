@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import ServedLogits
 from swarmd.client.links.ops import StepInput
+from swarmd.client.sessions.step_state import WindowAnswer
 from swarmd.compute.cache.absent_layer import AbsentLayer
 from swarmd.compute.model import skeleton
 from swarmd.errors import CacheExhausted
@@ -25,7 +26,19 @@ class Session(Protocol):
     @property
     def layer_arity(self) -> int: ...
 
+    @property
+    def can_fly(self) -> bool: ...
+
+    @property
+    def next_number(self) -> int: ...
+
     def step(self, step: StepInput) -> torch.Tensor | None: ...
+
+    def send(self, number: int, step: StepInput) -> None: ...
+
+    def receive(self, timeout_s: float | None) -> WindowAnswer | None: ...
+
+    def void_from(self, number: int) -> None: ...
 
     @property
     def served_logits(self) -> ServedLogits | None: ...
@@ -152,6 +165,44 @@ class RemoteCache(Cache):  # type: ignore[misc]
         assert out is not None
         self.n_tokens += t
         return out.to(hidden.dtype)
+
+    @property
+    def can_fly(self) -> bool:
+        """May several windows of tokens be under way together?"""
+        return self.session is not None and not self._has_padding and self.session.can_fly
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next window."""
+        assert self.session is not None
+        return self.session.next_number
+
+    def send(self, number: int, hidden: torch.Tensor, positions: torch.Tensor, want: int, vocabulary: int = 0) -> None:
+        """Send hidden states [1, t, d] into the remote layers; ``receive`` gives what comes back.
+
+        ``number`` counts on from ``next_number``. ``want`` and ``vocabulary`` as in ``append``.
+        """
+        t = hidden.shape[1]
+        if self.n_tokens + t > self.max_tokens:
+            raise CacheExhausted(
+                f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
+            )
+        assert self.session is not None
+        step = StepInput(
+            hidden.to(self.dtype),
+            positions.to(torch.int32),
+            edits=tuple(self._edits),
+            want=want,
+            vocabulary=vocabulary,
+        )
+        self._edits = []
+        self.session.send(number, step)
+        self.n_tokens += t
+
+    def receive(self, timeout_s: float | None) -> WindowAnswer | None:
+        """Wait for the next answer, as long as it takes or for so long; None where none came."""
+        assert self.session is not None
+        return self.session.receive(timeout_s)
 
     def prepare_append(
         self, n: int, want: int | None = None, vocabulary: int = 0

@@ -293,7 +293,7 @@ def _wrap_generate(
     cache_name = _cache_name(model)
     can_crop = all_look_back(skeleton.text_config(model.config))
     is_line = can_crop and not skeleton.remote_layer_of(model).bands
-    traced = trace_model(model, layers, cache_name, isinstance(head, HeadChecks)) if is_line else None
+    traced = trace_model(model, layers, cache_name) if is_line else None
     swarm_head = SwarmHead(model, traced, head) if traced is not None and isinstance(head, HeadChecks) else None
     if isinstance(head, HeadChecks) and swarm_head is None:
         logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)

@@ -1,4 +1,4 @@
-"""Draft tokens: which ones are tried, and how many of them, so that it pays. Knows no network and no model.
+"""Draft tokens: which ones are tried, when they are sent, and how many, so that it pays. Knows no network, no model.
 
 Tokens that a source proposes travel behind the one that is sent anyway, and count as far as they are what the model
 chooses then: with greedy decoding, and with a draft that always proposes its likeliest token, that is speculative
@@ -10,66 +10,103 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from swarmd.values import Decision
+from swarmd.plan.chains.flight import MOST_AHEAD, PLAIN, WINDOW_TOKENS, ChainCosts, Flight, Window, choose_plan
 
-MOST_AHEAD = 16  # tokens tried in one pass
 LOOK_BACK = 4_096  # tokens of a prompt that are looked through
 GRAMS = (4, 2)  # so many last tokens have to occur before, for what followed them to be tried; the longest first
 N_MEASURED = 9  # passes whose median counts: a repair takes as long as a hundred passes
-EACH_ASSUMED = 0.2  # of a pass, for each token more, until that is measured: what four rows cost a CPU
-LEAST_GAIN = 1.03  # of the tokens in the same time: below, nothing is tried
+EACH_ASSUMED = 0.2  # of what a pass computes, for each token more, until that is measured: what four rows cost a CPU
 GRANTED = 0.5  # passes that tries may cost before one has paid
 GRANTED_SHARE = 0.02  # of all passes so far that they may cost beside: a text can begin to repeat itself late
 FORGOTTEN = 0.98  # of what is known about a source, each pass without a try
+PLACES = 8  # in a run of tries, each with a chance of its own; those behind count as the last
+OF_ALL_PLACES = 4.0  # tries that the chance of all places counts as, at each place
+LONGEST_PASSES = 4.0  # that an answer counts as, at most: a repair is not the tries' doing
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """What an answered window took: ``trip_s`` from its sending, ``here_s`` here, and computing at each hop.
+
+    ``is_alone``: nothing else was under way.
+    """
+
+    n_tokens: int
+    trip_s: float
+    here_s: float = 0.0
+    hops_s: tuple[float, ...] = ()
+    is_alone: bool = True
 
 
 class Costs:
     """What a pass takes by the number of its tokens, measured on the same chain; for all answers that go through it."""
 
     def __init__(self) -> None:
-        self._single_passes_s: deque[float] = deque(maxlen=N_MEASURED)
-        self._extra_tokens_s: deque[float] = deque(maxlen=N_MEASURED)
-        self.one_s = 0.0  # a pass with one token, 0 until it is measured
-        self.more_s = 0.0  # each further token of a pass
+        self._single_s = _Median()
+        self._extra_s = _Median()
+        self._hop_s = _Median()
+        self._hop_extra_s = _Median()
+        self._computing_s = _Median()
+        self._here_s = _Median()
 
-    def measured(self, n_tokens: int, seconds: float) -> None:
-        """Note a pass that sent ``n_tokens`` and took ``seconds``."""
-        if n_tokens == 1:
-            self._single_passes_s.append(seconds)
-            self.one_s = statistics.median(self._single_passes_s)
-        elif self._single_passes_s:
-            self._extra_tokens_s.append(max(0.0, (seconds - self.one_s) / (n_tokens - 1)))
-        self.more_s = statistics.median(self._extra_tokens_s) if self._extra_tokens_s else EACH_ASSUMED * self.one_s
+    @property
+    def one_s(self) -> float:
+        """A pass with one token, what is done here included; 0 until it is measured."""
+        return self._single_s.value
+
+    @property
+    def more_s(self) -> float:
+        """Each further token of a pass."""
+        return self._extra_s.value if self._extra_s.is_known else EACH_ASSUMED * (self._computing_s.value or self.one_s)
+
+    @property
+    def here_s(self) -> float:
+        """What is done here for a window."""
+        return self._here_s.value
+
+    def chain(self) -> ChainCosts:
+        """What the chain costs, for a plan."""
+        hop_s = max(self._hop_s.value, self.here_s)
+        hop_row_s = self._hop_extra_s.value if self._hop_extra_s.is_known else EACH_ASSUMED * hop_s
+        return ChainCosts(self.one_s, self.more_s, hop_s, min(hop_row_s, self.more_s))
+
+    def measured(self, cost: PassCost) -> None:
+        """Note what a pass took."""
+        n_more = cost.n_tokens - 1
+        slowest_s = max(cost.hops_s, default=0.0)
+        if n_more:
+            if self._hop_s.is_known:
+                self._hop_extra_s.add(max(0.0, slowest_s - self._hop_s.value) / n_more)
+        else:
+            self._hop_s.add(slowest_s)
+            self._computing_s.add(sum(cost.hops_s))
+            self._here_s.add(cost.here_s)
+        if not cost.is_alone:
+            return
+        seconds = cost.trip_s + cost.here_s
+        if not n_more:
+            self._single_s.add(seconds)
+        elif self._single_s.is_known:
+            self._extra_s.add(max(0.0, seconds - self.one_s) / n_more)
 
 
-# A pass with n draft tokens gives 1 + c + c^2 + ... + c^n tokens on average, when each is right with the chance c after
-# right ones. It takes one_s + n * each_s. The n with the best ratio of the two is tried, if it gains LEAST_GAIN at
-# least. Chances and times are measured as a text goes on. So tries have a budget (``_allowance_s``): what earlier tries
-# won, and a little beside. A text that never repeats itself loses no more than that.
-def choose_draft_length(chance: float, max_tokens: int, one_s: float, each_s: float) -> Decision[int]:
-    """Choose how many of ``max_tokens`` draft tokens to try; each is right with this chance if those before it are.
+class _Median:
+    """The median of the last N_MEASURED values; 0 before the first."""
 
-    A pass takes ``one_s``, each token tried ``each_s`` more. The most tokens in the time are what counts.
-    """
-    if not one_s:
-        return Decision(0, "nothing is tried ahead: no pass was measured yet")
-    best = 0
-    gain = 1.0
-    expected = 1.0  # tokens of one pass
-    all_right = 1.0  # chance that the first n are right
-    for n in range(1, max_tokens + 1):
-        all_right *= chance
-        expected += all_right
-        speed = expected * one_s / (one_s + n * each_s)
-        if speed > gain:
-            best = n
-            gain = speed
-    costs = f"{100 * chance:.0f} % are right, each costs {each_s / one_s:.2f} of a pass"
-    if gain < LEAST_GAIN:
-        return Decision(0, f"nothing is tried ahead: {costs}")
-    return Decision(best, f"{best} tokens ahead: {costs}, {gain:.2f} tokens in the time of one")
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=N_MEASURED)
+        self.value = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._values)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        self.value = statistics.median(self._values)
 
 
 class DraftSource(Protocol):
@@ -85,15 +122,10 @@ class DraftSource(Protocol):
     def end(self) -> None:
         """There is no more to propose."""
 
-    def propose(
-        self,
-        tokens: Sequence[int],
-        max_tokens: int,
-        min_chance: float,
-    ) -> tuple[list[int], float]:
-        """At most ``max_tokens`` tokens after these, and the seconds that it took.
+    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
+        """At most ``max_tokens`` tokens after the text and what was tried behind it.
 
-        None that follow with less than the chance ``min_chance``, where it knows.
+        None that follow the text with less than the chance ``min_chance``, where it knows.
         """
 
 
@@ -112,20 +144,17 @@ class Lookup:
     def end(self) -> None:
         """Do nothing."""
 
-    def propose(
-        self,
-        tokens: Sequence[int],
-        max_tokens: int,
-        min_chance: float,
-    ) -> tuple[list[int], float]:
-        """``tokens`` begin as they did the last time."""
-        self._learn_grams(tokens)
+    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
+        """The text begins as it did the last time."""
+        self._learn_grams(text)
+        n_tried = len(tried)
+        n_last = max(GRAMS)
+        last = (*text[-n_last:], *tried)[-n_last:]
         for n in GRAMS:
-            end = self._after.get(tuple(tokens[-n:]))
-            if end is not None and len(tokens) > n:
-                proposed = list(tokens[end : end + max_tokens])
-                return proposed, 0.0
-        return [], 0.0
+            end = self._after.get(tuple(last[-n:]))
+            if end is not None and len(text) + n_tried > n:
+                return list(text[end : end + max_tokens])
+        return []
 
     def _learn_grams(self, tokens: Sequence[int]) -> None:
         first = max(self._n_known, len(tokens) - LOOK_BACK)
@@ -136,84 +165,215 @@ class Lookup:
         self._n_known = len(tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A token that was tried: by which source, and at which place of a run."""
+
+    record: _SourceRecord
+    place: int
+
+
+# What is tried has a budget (``_allowance_s``): what earlier tries won, and a little beside. A text that never repeats
+# itself loses no more than that. What they won is measured: what plain decoding would have taken for the tokens that
+# an answer gave, less the time since the answer before.
 class Speculation:
-    """The tries of one answer: what to try next, by what the ones before were worth."""
+    """The tries of one answer: what to try next, by what the ones before were worth, and what to send when.
+
+    ``start`` it with the first token of an answer. Then, again and again: ``draft`` while that gives anything and no
+    answer is here, send ``next_window`` where there is one, and tell what became of it: ``begin_answer``, ``take``
+    for each token, ``end_answer``. Time is an argument.
+    """
 
     def __init__(self, costs: Costs, sources: Sequence[DraftSource]) -> None:
         self.costs = costs
-        self._sources = [_SourceRecord(source) for source in sources]
-        self._last: tuple[_SourceRecord, int] | None = None
-        self._n_passes = 0
-        self._won_s = 0.0
         self.n_sent = 0
         self.n_taken = 0
         self.reason = "no pass yet"
+        self.plan = PLAIN
+        self._records = [_SourceRecord(source) for source in sources]
+        self._record: _SourceRecord | None = None  # whose tries the plan is for
+        self._flight = Flight([], [], 0)
+        self._most_tokens = 0
+        self._can_fly = False
+        self._tries: deque[_Try] = deque()  # of the tokens in ``_flight.tried``
+        self._is_dry = False  # no source knows how to go on
+        self._n_passes = 0
+        self._won_s = 0.0
+        self.next_at = 0.0  # when the slowest hop is free for what is tried next
+        self._answered_at = 0.0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """A text begins so."""
-        for record in self._sources:
+        for record in self._records:
             record.source.begin(prompt)
 
     def end(self) -> None:
         """It has ended."""
-        for record in self._sources:
+        for record in self._records:
             record.source.end()
 
-    def propose_tokens(self, tokens: Sequence[int], room: int) -> list[int]:
-        """Propose tokens to send behind the last of these, at most ``room``; ``learn`` is told what became of them."""
-        self._n_passes += 1
-        one_s = self.costs.one_s
-        for record in self._sources:
-            each_s = self.costs.more_s + record.source.each_s
-            max_tokens = min(MOST_AHEAD, room)
-            if each_s:
-                max_tokens = min(max_tokens, int(self._allowance_s() / each_s))
-            decision = choose_draft_length(record.chance, max_tokens, one_s, each_s)
-            self.reason = decision.reason
-            if decision.action:
-                proposed, seconds = record.source.propose(tokens, decision.action, each_s / one_s)
-                self._won_s -= seconds
-                if proposed:
-                    self._last = record, len(proposed)
-                    return proposed
-            record.forget()
-        return []
+    def start(self, flight: Flight, most_tokens: int, can_fly: bool, now: float) -> None:
+        """Go on from a text, whose last token no window has sent; it will have ``most_tokens`` at most."""
+        self._flight = flight
+        self._most_tokens = most_tokens
+        self._can_fly = can_fly
+        self._answered_at = now
+        self._tries.clear()
+        self._choose_plan()
 
-    def learn(self, n_taken: int) -> None:
-        """So many of the tokens sent ahead in the last pass were right."""
-        if self._last is None:
-            return
-        record, n_sent = self._last
-        self._last = None
-        record.learn(n_sent, n_taken)
-        self._won_s += n_taken * self.costs.one_s - n_sent * self.costs.more_s
-        self.n_sent += n_sent
-        self.n_taken += n_taken
+    # --- what is tried and sent ------------------------------------------------------------------------------
+
+    @property
+    def source(self) -> DraftSource | None:
+        """Who is asked for what is tried; nobody, where nothing is."""
+        return None if self._record is None else self._record.source
+
+    @property
+    def can_draft(self) -> bool:
+        """Is one token more worth trying?"""
+        is_waiting = bool(self._flight.n_under_way) and not self.plan.flies  # what is known then decides what is tried
+        return not self._is_dry and not is_waiting and self._n_wanted > 0
+
+    @property
+    def _n_wanted(self) -> int:
+        """Tokens that may be tried beyond those that are."""
+        flight = self._flight
+        room = self._most_tokens - 1 - len(flight.text)
+        return min(self.plan.n_ahead, room) - len(flight.tried)
+
+    def draft(self) -> None:
+        """Have the source propose more: one token of a source that takes time, where windows fly; else all of them."""
+        record = self._record
+        assert record is not None
+        flight = self._flight
+        each_s = record.source.each_s
+        max_tokens = 1 if self.plan.flies and each_s else self._n_wanted
+        chain = self.costs.chain()
+        cost_s = each_s + (chain.hop_s if self.plan.flies else chain.row_s)
+        proposed = record.source.propose(flight.text, flight.tried, max_tokens, cost_s / chain.trip_s)
+        n_tried = len(flight.tried)
+        flight.tried += proposed
+        self._tries.extend(_Try(record, n_tried + number) for number in range(len(proposed)))
+        self.n_sent += len(proposed)
+        if len(proposed) < max_tokens:
+            if not flight.tried:
+                record.forget()
+            self._is_dry = not self._choose_plan(behind=record)
+
+    def is_due(self, now: float) -> bool:
+        """Is there a window to send now?"""
+        flight = self._flight
+        if not flight.n_unsent:
+            return False
+        if not flight.n_under_way:
+            drafts_meanwhile = self.plan.flies and self._record is not None and self._record.source.each_s > 0
+            return drafts_meanwhile or not self.can_draft
+        return self.plan.flies and now >= self.next_at
+
+    def patience_s(self, now: float) -> float | None:
+        """How long to wait for an answer before there is something else to do; None: as long as it takes."""
+        if self.can_draft:
+            return 0.0
+        return max(0.0, self.next_at - now) if self.plan.flies and self._flight.n_unsent else None
+
+    def next_window(self, now: float) -> Window:
+        """Send what ``is_due``."""
+        window = self._flight.next_window()
+        chain = self.costs.chain()
+        self.next_at = now + chain.hop_s + (len(window.tokens) - 1) * chain.hop_row_s
+        return window
+
+    # --- what became of it -----------------------------------------------------------------------------------
+
+    def begin_answer(self, number: int, cost: PassCost) -> Window | None:
+        """Return the window whose answer is here; None where it is void."""
+        self.costs.measured(cost)
+        return self._flight.begin_answer(number)
+
+    def take(self, token: int) -> bool:
+        """Add the next token of the text; returns whether what was sent behind it counts."""
+        is_right = self._flight.take(token)
+        if self._tries:
+            tried = self._tries.popleft()
+            tried.record.learn(tried.place, is_right)
+            self.n_taken += is_right
+        if not is_right:
+            self._tries.clear()
+        return is_right
+
+    def end_answer(self, n_tokens: int, now: float) -> int | None:
+        """An answer gave so many tokens; returns from which number on windows are void, where some have become so."""
+        self._n_passes += 1
+        if self.plan.n_ahead:
+            took_s = min(now - self._answered_at, LONGEST_PASSES * self.costs.one_s)
+            self._won_s += n_tokens * self.costs.one_s - took_s
+        self._answered_at = now
+        self._is_dry = False
+        if not self._flight.tried or not self.plan.flies:
+            self._choose_plan()
+        return self._flight.take_void()
+
+    def stop(self) -> int | None:
+        """The text has ended; returns from which number on windows are void, where some are under way."""
+        self._flight.drop_tried()
+        self._tries.clear()
+        return self._flight.take_void()
+
+    def _choose_plan(self, behind: _SourceRecord | None = None) -> bool:
+        """Choose a source, and how far ahead it is asked: the first that is worth it, of those ``behind`` one.
+
+        False where none is.
+        """
+        first = 0 if behind is None else self._records.index(behind) + 1
+        if behind is None or not self._flight.tried:
+            self.plan = PLAIN
+            self._record = None
+        chain = self.costs.chain()
+        for record in self._records[first:]:
+            each_s = record.source.each_s
+            max_ahead = min(MOST_AHEAD, self._most_tokens - 1 - len(self._flight.text))
+            allowed = int(self._allowance_s() / max(1e-9, chain.row_s + each_s))
+            can_fly = self._can_fly and self._allowance_s() > each_s + chain.hop_s
+            if not can_fly:
+                max_ahead = min(max_ahead, allowed, WINDOW_TOKENS)
+            decision = choose_plan(record.chances, chain, each_s, max_ahead, can_fly)
+            self.reason = decision.reason if not self._flight.tried else self.reason
+            if decision.action.n_ahead > len(self._flight.tried):
+                self.plan = decision.action
+                self._record = record
+                return True
+            record.forget()
+        return False
 
     def _allowance_s(self) -> float:
-        """What the next try may cost: what others have won, and a little of the time of all passes."""
+        """What the next tries may cost: what others have won, and a little of the time of all passes."""
         return self._won_s + (GRANTED + GRANTED_SHARE * self._n_passes) * self.costs.one_s
 
 
 class _SourceRecord:
-    """What is known of a source in this text."""
+    """What is known of a source in this text: how often its tries were right, by their place in a run."""
 
     def __init__(self, source: DraftSource) -> None:
         self.source = source
-        self._n_right = 0.0
-        self._n_tried = 0.0
+        self._n_right = [0.0] * PLACES
+        self._n_tried = [0.0] * PLACES
 
     @property
-    def chance(self) -> float:
-        """That a token is right whose predecessors are; a half before anything is known."""
-        return (self._n_right + 1) / (self._n_tried + 2)
+    def chances(self) -> list[float]:
+        """For each place, that a token is right whose predecessors are; a half before anything is known."""
+        of_all = (sum(self._n_right) + 1) / (sum(self._n_tried) + 2)
+        return [
+            (right + OF_ALL_PLACES * of_all) / (tried + OF_ALL_PLACES)
+            for right, tried in zip(self._n_right, self._n_tried, strict=True)
+        ]
 
-    def learn(self, n_sent: int, n_taken: int) -> None:
-        """Note a try: the tokens taken were right, and the one behind them, if it was sent, was wrong."""
-        self._n_right += n_taken
-        self._n_tried += n_taken + (n_taken < n_sent)
+    def learn(self, place: int, is_right: bool) -> None:
+        """Note what became of a token that was tried; of those behind a wrong one nothing is known."""
+        place = min(place, PLACES - 1)
+        self._n_right[place] += is_right
+        self._n_tried[place] += 1
 
     def forget(self) -> None:
         """Let what is known fade, so that a source that was poor is tried again some time."""
-        self._n_right *= FORGOTTEN
-        self._n_tried *= FORGOTTEN
+        self._n_right = [FORGOTTEN * n for n in self._n_right]
+        self._n_tried = [FORGOTTEN * n for n in self._n_tried]

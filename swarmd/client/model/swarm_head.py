@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from swarmd.client.links.link import ServedLogits
-from swarmd.client.model.remote_cache import RemoteCache
+from swarmd.client.model.remote_cache import RemoteCache, Session
 from swarmd.client.model.traced_pass import StepPass
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.wire.top import largest
@@ -126,13 +126,11 @@ class SwarmHead:
     """One model's steps, with logits of the last hop where it gives them."""
 
     def __init__(self, model: Any, traced: StepPass, checks: HeadChecks) -> None:
-        assert traced.enter is not None
         self._traced = traced
-        self._enter = traced.enter
         self._checks = checks
         self._weights = list(model.get_output_embeddings().parameters())
         self._known = self._fingerprint()
-        self._vocabulary = int(model.get_output_embeddings().out_features)
+        self.vocabulary = int(model.get_output_embeddings().out_features)
 
     @property
     def is_current(self) -> bool:
@@ -141,14 +139,27 @@ class SwarmHead:
 
     def logits(self, ids: torch.Tensor, cache: RemoteCache, n: int) -> torch.Tensor:
         """Send tokens [1, t] through the swarm; returns logits [1, n, vocabulary] of the last ``n``."""
-        positions, through = cache.prepare_append(ids.shape[1], n, self._vocabulary)
-        hidden = through(self._enter(ids, positions))[:, -n:]
+        positions, through = cache.prepare_append(ids.shape[1], n, self.vocabulary)
+        hidden = through(self._traced.enter(ids, positions))[:, -n:]
         session = cache.session
         assert session is not None
-        served = session.served_logits
+        return self.read(ids[:, -n:], positions[:, -n:], hidden, session.served_logits, session)
+
+    def read(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        served: ServedLogits | None,
+        session: Session,
+    ) -> torch.Tensor:
+        """Return the logits that came with hidden states [1, n, d], or those computed here, to check them or for want.
+
+        ``ids`` and ``positions`` [1, n] are of the same tokens.
+        """
         if served is not None and not self._checks.draw_check(served):
-            return served.top.filled(self._vocabulary).unsqueeze(0)
-        logits = self._traced.compute(ids[:, -n:], positions[:, -n:], lambda _: hidden)
+            return served.top.filled(self.vocabulary).unsqueeze(0)
+        logits = self._traced.compute(ids, positions, lambda _: hidden)
         if served is not None:
             error = self._checks.find_error(served, logits[0].float(), hidden.dtype)
             if error:

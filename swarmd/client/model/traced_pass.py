@@ -78,7 +78,7 @@ class TracedPass:
         self,
         model: Any,
         line: traced.Pass,
-        enter: traced.Pass | None,
+        enter: traced.Pass,
         constants: Sequence[torch.Tensor],
     ) -> None:
         self.enter = enter
@@ -147,11 +147,10 @@ def trace_model(
     model: Any,
     layers: Sequence[Any],
     cache_name: str,
-    enters: bool = False,
 ) -> StepPass | None:
     """Trace the client's part of a model's step; None where no line can be had. ``layers`` are all its stubs.
 
-    With ``enters`` the part up to the swarm is traced by itself, too.
+    The part up to the swarm is traced by itself, too.
     """
     if model.config.model_type == PACKED:
         return StraightPass(model)
@@ -187,7 +186,7 @@ def trace_model(
         head_hole = _replace_method(head, "forward", _make_hole(HEAD))
         with torch.no_grad(), remote_hole, head_hole, _bind_calls(torch.clone, own_head):
             line, constants = _trace_function(run)
-            entry, entry_constants = _trace_function(enter) if enters else (None, [])
+            entry, entry_constants = _trace_function(enter)
     except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
         logger.info("steps go through the family's own forward: %s", failure)
         return None

@@ -61,6 +61,7 @@ class Chain:
         self.links: list[HopLink] = []
         self.epoch = 1
         self.trouble: str | None = None
+        self.is_under_repair = False
         self.changed = trio.Event()
         self.on_lost: Callable[[list[HopLink]], None] = lambda links: None  # before others take their places
         self.statistics = Statistics()

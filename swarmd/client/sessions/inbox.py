@@ -14,7 +14,7 @@ from swarmd.client.links.link import HopLink, ServedLogits, SessionServices
 from swarmd.client.links.ops import WrongCount, read_answer, read_top
 from swarmd.client.links.timing import MOST_TOKENS
 from swarmd.client.sessions.chain import LEAVING_FOR_S, Chain
-from swarmd.client.sessions.step_state import OpInFlight, OpsInFlight, WrongChains
+from swarmd.client.sessions.step_state import OpAnswer, OpInFlight, OpsInFlight, WrongChains
 from swarmd.errors import CacheExhausted, Code, Refused, RemoteProtocolError
 from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
@@ -135,13 +135,13 @@ class SessionInbox:
         frame: Frame,
         now: float,
     ) -> AnswerArrival | None:
-        """Take the answer to the first op that has none."""
+        """Take the answer to the first op that has none. Of a void one it may be that it has no tokens."""
         chain = self._chain
         last = chain.links[-1]
-        hidden = waiting.sent.hidden
+        hidden = None if self._ops.is_void(op.seq) else waiting.sent.hidden
         try:
             answer = torch.empty(0) if hidden is None else read_answer(op, frame, hidden, waiting.want)
-            top = read_top(op, waiting.want, waiting.vocabulary)
+            top = None if hidden is None else read_top(op, waiting.want, waiting.vocabulary)
             if self._swarm.audits:
                 chain.accounts.note_answered(waiting.sent, op.tensor, frame.payload)
         except WrongCount as error:
@@ -151,11 +151,12 @@ class SessionInbox:
             self._wrong_chains.note_faulty(last.hop.peer, str(error))
             self._reject_answer(last, str(error))
             return None
-        self._ops.logits = None if top is None else ServedLogits(top, last, chain.codec.action)
+        logits = None if top is None else ServedLogits(top, last, chain.codec.action)
         chain.statistics.n_logits += 0 if top is None else len(top.ids)
         for giver, reason in self._wrong_chains.take_faulty():
             self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
-        total_s = self._ops.answer(op.seq, answer, now)
+        hops_s = tuple(computing_us / 1e6 for _, _, computing_us in op.times or ())
+        total_s = self._ops.answer(op.seq, OpAnswer(answer, logits, hops_s), now)
         self._note_times(waiting, op, total_s)
         chain.on_answered(op.seq, now)
         return AnswerArrival(op.seq)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import trio
 
-from swarmd.client.links.link import SessionServices
+from swarmd.client.links.link import HopLink, SessionServices
 from swarmd.client.sessions.chain import Chain
 from swarmd.client.sessions.reservations import OPEN_TIMEOUT_S
 from swarmd.client.sessions.step_state import OpInFlight, OpsInFlight
 from swarmd.errors import PeerError
-from swarmd.protocol.wire.messages import Op
+from swarmd.protocol.wire.messages import Op, Void
 from swarmd.wire.history import History
 from swarmd.wire.ops import encode_op
 
@@ -27,15 +29,22 @@ class OpSender:
         """Send an op to the first hop; while the chain is broken it waits in the history for the repair."""
         chain = self._chain
         sent = op.sent
+        if self._swarm.audits:
+            chain.accounts.note_sent(sent, is_alone=not self._ops)
         self._ops.add(op, trio.current_time())
         chain.position.seq = sent.seq
-        if self._swarm.audits:
-            chain.accounts.note_sent(sent)
         chain.statistics.steps += 1
+        self._history.add(sent)  # now: a repair may begin while it is sent
         if chain.trouble is None:
             await self.send_frame(0, sent.seq, self._encode(op))
-        self._history.settle(chain.position.answered)  # while the chain computes
-        self._history.add(sent)
+        if not chain.is_under_repair:
+            self._history.settle(chain.position.answered)  # while the chain computes
+
+    async def send_aside(self, link: HopLink, message: Void) -> None:
+        """Tell a hop something that no answer waits for; one that is gone hears nothing."""
+        with suppress(PeerError):
+            channel = await self._swarm.rpc.channel(link.hop.peer)
+            await channel.send(message)
 
     def _encode(self, op: OpInFlight) -> bytes:
         chain = self._chain

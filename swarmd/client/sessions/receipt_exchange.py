@@ -8,6 +8,7 @@ from swarmd.client.sessions.receipts import HopAccount
 from swarmd.errors import Forged, IntegrityError, RemoteProtocolError
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.understanding import VOIDS, understanding_of
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import ReceiptIs, Taken, WantReceipt
 from swarmd.values import PeerId
@@ -48,9 +49,11 @@ class ReceiptExchange:
         end = hop.span.end
         now = self._swarm.wall_clock()
         accounts = self._chain.accounts
+        is_older = understanding_of(self._swarm.view().peers.get(hop.peer)).minor < VOIDS
         try:
             account = accounts.take_untrusted(place, end, bytes(frame.payload), message.signature, now)
-            taken = accounts.take_bill_untrusted(place, end, message.bill, message.given, self._swarm.identity)
+            limit = accounts.taken.n_computed if is_older else accounts.taken.n_owed
+            taken = accounts.take_bill_untrusted(place, end, message.bill, message.given, self._swarm.identity, limit)
         except IntegrityError as error:
             raise Forged(str(error)) from None
         channel = self._swarm.rpc.find_channel(hop.peer)

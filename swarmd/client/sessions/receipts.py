@@ -16,6 +16,7 @@ from swarmd.protocol.accounts import receipt
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.evidence import MAX_EVIDENCE_BYTES, MAX_RECEIPTS
 from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN, Receipt, digest_before, digests_of
+from swarmd.protocol.accounts.taken_tokens import TakenTokens
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.membership.identity import Identity
@@ -93,8 +94,8 @@ class HopAccounts:
     ) -> None:
         self.n_tokens = 0
         self.low = 0
-        self.n_before = 0  # the last op, whose tokens may have been tried ahead
-        self.n_sent = 0  # with those that were cropped again
+        self.n_before = 0  # the first op whose tokens may have been tried ahead, and be cropped again
+        self.taken = TakenTokens()
         self.is_reordered = False
         self.is_padded = False
         self.answers = bytearray()  # digests of what the last hop gave
@@ -109,16 +110,18 @@ class HopAccounts:
         """Begin to notice crops."""
         self.low = self.n_tokens
 
-    def note_sent(self, sent: SentOp) -> None:
-        """An op is on its way."""
+    def note_sent(self, sent: SentOp, is_alone: bool = True) -> None:
+        """An op is on its way; ``is_alone``: no other is."""
         self.is_reordered |= is_reordered(sent.edits)
         self.is_padded |= sent.mask is not None
-        self.n_tokens -= count_cropped(sent.edits)
+        n_cropped = count_cropped(sent.edits)
+        self.n_tokens -= n_cropped
         self.low = min(self.low, self.n_tokens)
-        self.n_before = self.n_tokens
+        if is_alone:
+            self.n_before = self.n_tokens
         n_tokens = count_tokens(sent)
         self.n_tokens += n_tokens
-        self.n_sent += n_tokens
+        self.taken.add(n_cropped, n_tokens)
 
     def note_answered(self, sent: SentOp, meta: TensorMeta | None, payload: memoryview) -> None:
         """Its answer is here, perhaps with the last tokens only. Raises RemoteProtocolError."""
@@ -168,9 +171,12 @@ class HopAccounts:
         return account
 
     def take_bill_untrusted(
-        self, place: Place, end: int, body: bytes, giver_signature: bytes, identity: Identity
+        self, place: Place, end: int, body: bytes, giver_signature: bytes, identity: Identity, max_tokens: int
     ) -> bytes | None:
-        """Sign a hop's bill, if it is no more than was sent; None: of a hop that began anew. Raises IntegrityError."""
+        """Sign a hop's bill for ``max_tokens`` at most; None: of a hop that began anew. Raises IntegrityError.
+
+        Older versions charge for tries that were wrong, too.
+        """
         bill = bills.read_offer_untrusted(body, giver_signature)
         if bill.end != end:
             return None
@@ -178,8 +184,8 @@ class HopAccounts:
         peer, start = place
         if parties != (peer, self._client, self._session, start, end):
             raise IntegrityError(f"a bill of {bill.giver} for another session or hop")
-        if bill.n_tokens > self.n_sent:
-            raise IntegrityError(f"a bill for {bill.n_tokens} tokens; {self.n_sent} were sent")
+        if bill.n_tokens > max_tokens:
+            raise IntegrityError(f"a bill for {bill.n_tokens} tokens; {max_tokens} were taken")
         taker_signature = bills.sign_acceptance(body, identity)
         self.bills[place] = bill, SignedUsageReceipt(body, giver_signature, taker_signature)
         return taker_signature

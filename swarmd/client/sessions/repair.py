@@ -83,6 +83,14 @@ class Repairs:
         With ``is_stuck`` all hops show signs of life, and no answer comes: the hop that got all and passed nothing on
         is lost.
         """
+        self._chain.is_under_repair = True
+        try:
+            await self._repair(is_stuck)
+        finally:
+            self._chain.is_under_repair = False
+            self._chain.notify()
+
+    async def _repair(self, is_stuck: bool) -> None:
         chain = self._chain
         plan = RepairPlan(chain.names, chain.trouble or "", is_stuck, trio.current_time())
         while True:

@@ -49,7 +49,7 @@ class Requests:
             adapter=terms.adapter,
             tuned=terms.tuned.version if terms.tuned else b"",
             receipts=self._receipts,
-            needs=tuple(sorted(needs_of(terms, codec))),
+            needs=tuple(sorted(needs_of(terms, codec, self._chain.routes.has_void))),
         )
 
     def reroute(self, index: int) -> Reroute:

@@ -46,10 +46,14 @@ STAGES = (
 
 
 class RouteChoice:
-    """The servers that one session may use. ``numerics`` binds it in the exact grade, once one server is open."""
+    """The servers that one session may use. ``numerics`` binds it in the exact grade, once one server is open.
+
+    ``has_void``: ops of it may be void by now, which all of its servers have to understand.
+    """
 
     def __init__(self, swarm: SessionServices, terms: SessionOptions) -> None:
         self.numerics = ""
+        self.has_void = False
         self._swarm = swarm
         self._terms = terms
         self._backoff = Backoff()
@@ -87,7 +91,7 @@ class RouteChoice:
                 return best_route(replace(query, is_eligible=self._eligibility(stage)))
             except NoRoute as error:
                 failure = error
-        n_older = sum(not is_compatible(view, span, self._terms) for span in spans)
+        n_older = sum(not is_compatible(view, span, self._terms, self.has_void) for span in spans)
         if not n_older:
             raise failure
         raise NoRoute(f"{failure}; {n_older} that serve it do not announce what this session needs", failure.missing)
@@ -110,7 +114,8 @@ class RouteChoice:
                 return False
             if not standing.allows(peer, stage.is_last_resort):
                 return False
-            return is_suitable(span, self._terms, self.numerics) and is_compatible(view, span, self._terms)
+            is_fit = is_suitable(span, self._terms, self.numerics)
+            return is_fit and is_compatible(view, span, self._terms, self.has_void)
 
         return is_eligible
 

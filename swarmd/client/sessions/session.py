@@ -7,6 +7,8 @@ docs/protocol.md, "Sessions", tells the whole story.
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,14 +23,25 @@ from swarmd.client.sessions.receipt_exchange import ReceiptExchange
 from swarmd.client.sessions.repair import PauseRepair, Repairs
 from swarmd.client.sessions.requests import Requests
 from swarmd.client.sessions.reservations import Reservations
-from swarmd.client.sessions.step_state import LONGEST_S, OpInFlight, OpsInFlight, WrongChains
-from swarmd.errors import ConfigError
+from swarmd.client.sessions.step_state import (
+    LONGEST_S,
+    OpAnswer,
+    OpInFlight,
+    OpsInFlight,
+    SentWindow,
+    WindowAnswer,
+    WrongChains,
+)
+from swarmd.errors import ConfigError, SwarmError
+from swarmd.plan.chains.void_ops import MOST_WINDOWS
+from swarmd.protocol.understanding import VOIDS, understanding_of
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage, Inherited, ReceiptIs
+from swarmd.protocol.wire.messages import AnyMessage, Inherited, ReceiptIs, Void, count_cropped
 from swarmd.values import Decision, PeerId
 from swarmd.wire.history import Budget, History, SentOp
 
 MAX_IN_FLIGHT = 16  # ops of a long prompt that may be under way
+MAX_WINDOWS = MOST_WINDOWS // 2  # that may be under way: a hop may hear that one is void before it has the one before
 LOOK_INTERVAL_S = 0.25  # a twelfth of what makes a silent hop suspect
 
 
@@ -76,8 +89,16 @@ class SecondChain(Protocol):
 #                              trouble |
 #                                      v
 #                                   Repairs (``repair_plan``)
+#
+# Tokens that are tried ahead need not wait for each other: ``send`` puts an op behind those that are under way, and
+# ``receive`` waits for the next answer. Ops that turn out to be void keep their places: a hop that has not computed
+# them passes them on without their tokens (``plan.chains.void_ops``), and the crop of the next op is the same at all
+# hops.
 class ChainSession:
-    """One session. All methods run in the client's trio thread; steps come one at a time."""
+    """One session. All methods run in the client's trio thread; steps come one at a time.
+
+    While windows are under way, somebody has to ``receive``: that is where a broken chain is repaired.
+    """
 
     def __init__(self, swarm: SessionServices, terms: SessionOptions, budget: Budget) -> None:
         self.chain = Chain(swarm, terms)
@@ -98,13 +119,15 @@ class ChainSession:
         self._reservations = Reservations(swarm, self.chain, self.chain.routes, requests)
         self._repairs = Repairs(swarm, self.chain, self._reservations, requests, self.receipts, self.history)
         self._pause_repair = PauseRepair(self.chain, self._repairs, self._is_pausing)
+        self._windows: deque[SentWindow] = deque()
+        self._logits: ServedLogits | None = None
         self._is_step_open = False  # one is under way, or broke off: then nobody knows what its servers did
         self._is_closed = False
 
     @property
     def served_logits(self) -> ServedLogits | None:
         """Logits of the tokens that the last step wanted, where the last hop gave them."""
-        return self._ops.logits
+        return self._logits
 
     @property
     def layer_arity(self) -> int:
@@ -136,15 +159,14 @@ class ChainSession:
         A long prompt becomes several ops, which fill the chain like a pipeline. Logits that came are ``served_logits``
         then. Raises SwarmError, after which the session is over: its servers may have changed or not.
         """
-        await self._pause_repair.wait()
-        if self._is_step_open or self._is_closed:
-            raise ConfigError("this session ended with an error, or was closed: start a new one")
+        await self._wait_until_whole()
+        if self._windows:
+            raise ConfigError("tokens that were tried ahead are under way: receive them first, or have them void")
         self._is_step_open = True
-        self._ops.clear()
+        self._logits = None
         self._wrong_chains.begin_step()
-        self.width = self.width if step.hidden is None else step.hidden.shape[2]
-        first = self.chain.position.seq + 1
-        step_op = SentOp(first, step.edits, step.hidden, step.positions, step.mask, step.record_past)
+        step_op = self._next_op(step)
+        first = step_op.seq
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
         parts = split_step(step_op, () if is_exact else self.chain.prefill_speeds())
         outputs: list[torch.Tensor] = []
@@ -154,7 +176,9 @@ class ChainSession:
             await self._sender.send_op(OpInFlight(sent, n_wanted, step.vocabulary))
             most_in_flight = MAX_IN_FLIGHT if n_sent < len(parts) else 1
             while n_sent - len(outputs) >= most_in_flight:
-                outputs.append(await self._receive_answer(first + len(outputs)))
+                answer = await self._receive_answer(first + len(outputs))
+                self._logits = answer.logits
+                outputs.append(answer.hidden)
         self._is_step_open = False
         out = None
         if step.hidden is not None:
@@ -165,7 +189,86 @@ class ChainSession:
 
     def _is_pausing(self) -> bool:
         """Is the session open, and between two steps?"""
-        return not self._is_step_open and not self._is_closed
+        return not self._is_step_open and not self._windows and not self._is_closed
+
+    async def _wait_until_whole(self) -> None:
+        """Wait until no repair is under way. Raises ConfigError for a session that is over."""
+        await self._pause_repair.wait()
+        while self.chain.is_under_repair and not self._is_closed:
+            await self.chain.changed.wait()
+        if self._is_step_open or self._is_closed:
+            raise ConfigError("this session ended with an error, or was closed: start a new one")
+
+    def _next_op(self, step: StepInput) -> SentOp:
+        self.width = self.width if step.hidden is None else step.hidden.shape[2]
+        seq = self.chain.position.seq + 1
+        return SentOp(seq, step.edits, step.hidden, step.positions, step.mask, step.record_past)
+
+    # --- windows of tokens that are tried ahead --------------------------------------------------------------
+
+    @property
+    def can_fly(self) -> bool:
+        """May windows be under way together? Of one row, and where all hops know what void ops are."""
+        terms = self.terms
+        is_usual = terms.grade == "replayed" and terms.batch == 1 and terms.tuned is None and self.second is None
+        peers = self._swarm.view().peers
+        return is_usual and all(understanding_of(peers.get(link.hop.peer)).minor >= VOIDS for link in self.chain.links)
+
+    async def send(self, step: StepInput) -> int:
+        """Send one op behind those that are under way; returns the number that its answer will have.
+
+        Raises ConfigError for a session that is over.
+        """
+        await self._wait_until_whole()
+        while len(self._ops) >= MAX_WINDOWS and not self._is_closed:
+            await self.chain.changed.wait()
+        if not self._windows:
+            self._wrong_chains.begin_step()
+        sent = self._next_op(step)
+        n_before = self.chain.accounts.n_tokens - count_cropped(step.edits)
+        self._windows.append(SentWindow(sent.seq, n_before, trio.current_time(), is_alone=not self._ops))
+        await self._sender.send_op(OpInFlight(sent, step.want, step.vocabulary))
+        return sent.seq
+
+    async def receive(self) -> WindowAnswer | None:
+        """Wait for the next answer; None where no window is under way. Raises SwarmError, which ends the session."""
+        try:
+            while self._windows:
+                window = self._windows[0]
+                self.chain.accounts.n_before = window.n_before  # what is before it, is decided
+                answer = self._ops.take_answer(window.seq)
+                if answer is not None:
+                    self._windows.popleft()
+                    took_s = trio.current_time() - window.sent_at
+                    return WindowAnswer(window.seq, answer, took_s, window.is_alone)
+                await self._wait_for_news()
+        except SwarmError:
+            self._is_step_open = True  # for ever
+            raise
+        return None
+
+    def void_from(self, seq: int) -> None:
+        """Nobody wants the windows from number ``seq`` on: all hops hear of it, at once and each from here.
+
+        The tokens stay a part of the session until the next op crops them.
+        """
+        first = max(seq, self.chain.position.answered + 1)
+        last = self.chain.position.seq
+        while self._windows and self._windows[-1].seq >= seq:
+            self._windows.pop()
+        self._ops.void(seq, last)
+        if first <= last:
+            self.statistics.n_void += last + 1 - first
+            self.chain.routes.has_void = True
+            self.history.forget_void(first, last)
+            self._tell_void(first, last)
+        self.chain.notify()
+
+    def _tell_void(self, first: int, last: int) -> None:
+        for link in self.chain.links:
+            start = link.hop.span.start
+            message = Void(session=self.key, start=start, epoch=self.chain.epoch, first=first, last=last)
+            self._swarm.start_soon(partial(self._sender.send_aside, link, message))
 
     async def reject_logits(self, logits: ServedLogits, reason: str) -> None:
         """Do without the server that gave these logits: they are wrong."""
@@ -208,7 +311,7 @@ class ChainSession:
 
     # --- waiting and repairing -------------------------------------------------------------------------------
 
-    async def _receive_answer(self, seq: int) -> torch.Tensor:
+    async def _receive_answer(self, seq: int) -> OpAnswer:
         """Wait for the answer to op ``seq``; what the client did not want comes as zeros. Raises SwarmError."""
         while True:
             answer = self._ops.take_answer(seq)

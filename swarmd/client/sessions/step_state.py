@@ -45,24 +45,51 @@ class OpInFlight:
         return hidden is not None and bool(torch.isfinite(hidden).all())
 
 
+@dataclass(frozen=True, slots=True)
+class OpAnswer:
+    """What came back of an op: hidden [b, t, d], zeros where it was not wanted, and logits that the last hop gave.
+
+    ``hops_s``: seconds that it took to compute at each hop; none where hops do not tell.
+    """
+
+    hidden: torch.Tensor
+    logits: ServedLogits | None = None
+    hops_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SentWindow:
+    """An op of tokens that were tried ahead, by its number; its tokens are behind ``n_before`` others."""
+
+    seq: int
+    n_before: int
+    sent_at: float
+    is_alone: bool  # when it was sent, nothing else was under way
+
+
+@dataclass(frozen=True, slots=True)
+class WindowAnswer:
+    """The answer of a window; ``took_s`` from when it was sent, which is a trip where it ``is_alone``."""
+
+    seq: int
+    answer: OpAnswer
+    took_s: float
+    is_alone: bool
+
+
 class OpsInFlight:
     """The ops that are sent and not answered, and answers that the step has not taken yet."""
 
     def __init__(self) -> None:
         self.client_s = 0.0  # between the answer before and what was sent last
-        self.logits: ServedLogits | None = None  # that came with the last answer
         self._ops: dict[int, OpInFlight] = {}
-        self._answers: dict[int, torch.Tensor] = {}
+        self._answers: dict[int, OpAnswer] = {}
+        self._void: set[int] = set()  # of the ops: what comes of them is of no use
         self._progress_at = 0.0  # when something was sent that nothing was waiting for, or an answer came
         self._n_replayed = 0  # tokens that a repair has computed again since the last answer
 
     def __len__(self) -> int:
         return len(self._ops)
-
-    def clear(self) -> None:
-        """Forget what an earlier step left behind."""
-        self._ops.clear()
-        self.logits = None
 
     def add(self, op: OpInFlight, now: float) -> None:
         """An op is about to be sent."""
@@ -75,16 +102,30 @@ class OpsInFlight:
         """Return an op that has no answer yet."""
         return self._ops.get(seq)
 
-    def answer(self, seq: int, answer: torch.Tensor, now: float) -> float:
+    def void(self, first: int, last: int) -> None:
+        """Nobody wants the answers of ops ``first`` to ``last``."""
+        for seq in range(first, last + 1):
+            self._answers.pop(seq, None)
+            if seq in self._ops:
+                self._void.add(seq)
+
+    def is_void(self, seq: int) -> bool:
+        """Is the answer of an op of no use?"""
+        return seq in self._void
+
+    def answer(self, seq: int, answer: OpAnswer, now: float) -> float:
         """An op is answered; returns the seconds since something was sent or answered before."""
         waited_s = self.waited_s(now)
         del self._ops[seq]
-        self._answers[seq] = answer
+        if seq in self._void:
+            self._void.remove(seq)
+        else:
+            self._answers[seq] = answer
         self._progress_at = now
         self._n_replayed = 0
         return waited_s
 
-    def take_answer(self, seq: int) -> torch.Tensor | None:
+    def take_answer(self, seq: int) -> OpAnswer | None:
         """Return an answer once; None before it is here."""
         return self._answers.pop(seq, None)
 

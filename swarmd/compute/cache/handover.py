@@ -50,6 +50,8 @@ def pack_state(
         _put_op(tensors, "base", merged[2])
     tensors["base.reached"] = torch.tensor([history.base_seq, int(history.record_past)])
     recent = list(history.after(0))
+    if history.n_absent or any(sent.n_absent for sent in recent):
+        raise Refused(Code.UNSUPPORTED, "tokens that were tried ahead are void, and not cropped yet")
     if len(recent) > MAX_RECENT:
         raise Refused(Code.UNSUPPORTED, f"{len(recent)} separate ops are more than can be handed over")
     for number, sent in enumerate(recent):

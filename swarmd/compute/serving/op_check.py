@@ -7,6 +7,7 @@ import torch
 from swarmd.compute.serving.incoming_state import KEPT_TIMES
 from swarmd.compute.serving.session_state import SessionState, order_after
 from swarmd.errors import Code, Refused
+from swarmd.protocol.fields import MOST_ABSENT
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from swarmd.protocol.wire.messages import Op, count_cropped
@@ -26,16 +27,25 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Inputs | None:
     """Read what an op brings, if it brings tokens. Raises Refused or RemoteProtocolError."""
     n_cropped = count_cropped(op.edits)
-    n_tokens = state.n_tokens - n_cropped
+    n_tokens = state.n_entered - n_cropped
+    n_absent = max(0, state.n_absent - n_cropped)
     for edit in op.edits:
         if edit.rows is None:
             continue
         if len(edit.rows) != state.n_rows or max(edit.rows) >= state.n_rows:
             raise Refused(Code.BAD_SHAPE, f"a reorder of {len(edit.rows)} rows in a batch of {state.n_rows}")
     if n_tokens < 0:
-        raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {state.n_tokens} tokens")
-    if n_cropped and (why := state.cache.refuses_crop(n_cropped)):
-        raise Refused(Code.UNSUPPORTED, f"{n_cropped} tokens cannot be taken back: {why}")
+        raise Refused(Code.BAD_SHAPE, f"a crop past the start: the session holds {state.n_entered} tokens")
+    n_cached = state.count_cached(n_cropped)
+    if n_cached and (why := state.cache.refuses_crop(n_cached)):
+        raise Refused(Code.UNSUPPORTED, f"{n_cached} tokens cannot be taken back: {why}")
+    if n_absent and op.tensor is not None:
+        raise Refused(Code.BAD_SHAPE, f"tokens behind {n_absent} that are void: a crop has to take those away first")
+    if n_absent + op.absent > MOST_ABSENT:
+        raise Refused(Code.TOO_LONG, f"{n_absent + op.absent} tokens that are void; at most {MOST_ABSENT} may be")
+    n_new = op.absent + (0 if op.tensor is None else op.tensor.t)
+    if n_tokens + n_new > state.max_tokens:
+        raise Refused(Code.TOO_LONG, f"{n_tokens} tokens and {n_new} more, this session reserved {state.max_tokens}")
     n_edits = state.history.recent_edits + messages.count_changes(op.edits, op.tensor is not None)
     if n_edits > LEAST_KEPT_EDITS + KEPT_TIMES * state.max_tokens:
         text = f"{state.history.recent_edits} edits of separate ops are kept for replay already"
@@ -51,11 +61,6 @@ def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Input
     n_bytes = op.tensor.b * op.tensor.t * token_bytes
     if n_bytes > MAX_PAYLOAD_BYTES:  # however small it came: its answer may not be coded
         raise Refused(Code.BAD_SHAPE, f"an op of {n_bytes} B when it is not coded; at most {MAX_PAYLOAD_BYTES}")
-    if n_tokens + op.tensor.t > state.max_tokens:
-        raise Refused(
-            Code.TOO_LONG,
-            f"{n_tokens} tokens and {op.tensor.t} more, this session reserved {state.max_tokens}",
-        )
     if state.history.recent_tokens > KEPT_TIMES * state.max_tokens:
         raise Refused(
             Code.TOO_LONG, f"{state.history.recent_tokens} tokens of separate ops are kept for replay already"

@@ -14,7 +14,7 @@ from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.serving.op_check import Inputs
 from swarmd.compute.serving.session_state import SessionState
 from swarmd.plan.chains.prefixes import PrefixExtension
-from swarmd.protocol.fields import MOST_HOPS_TIMED
+from swarmd.protocol.fields import MOST_ABSENT, MOST_HOPS_TIMED
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.messages import Op
 from swarmd.protocol.wire.worker import Done
@@ -45,6 +45,18 @@ class OpInProgress:
         self._inputs = inputs
         self._n_done = 0
         self._outs: list[torch.Tensor] = []
+
+    @property
+    def is_void(self) -> bool:
+        """Does nobody want its tokens any more?"""
+        return is_void(self.state, self.op)
+
+    def drop_tokens(self) -> None:
+        """Compute none of its tokens: they are absent. None may be computed yet."""
+        self.op = drop_tokens(self.op)
+        self._inputs = None
+        self.extension = None
+        self.state.n_absent += self.op.absent
 
     @property
     def has_tokens(self) -> bool:
@@ -115,7 +127,7 @@ class OpInProgress:
         """Return what left of the tokens [t, d] whose largest logits the client asks for, if any. It is complete."""
         op = self.op
         n = op.want or 0
-        is_last = self.state.is_last_hop and op.seq > op.silent_through
+        is_last = self.state.is_last_hop and op.seq > op.silent_through and not self.is_void
         if not (op.top and is_last and self._outs and 0 < self.state.n_rows * n <= MOST_WITH_LOGITS):
             return None
         hidden = self.sent().last(n).hidden
@@ -129,7 +141,9 @@ class OpInProgress:
             done = Done(session=state.session, start=state.hop.start, seq=op.seq)
             return messages.encode_frame(done)
         sent = self.sent()
-        if op.want is not None and state.is_last_hop:
+        if self.is_void:
+            sent = sent.without_tokens()
+        elif op.want is not None and state.is_last_hop:
             sent = sent.last(op.want)
         header = msgspec.structs.replace(
             op, session=state.session, start=state.hop.end, logits=logits, needs=(), times=self._times(now)
@@ -150,8 +164,20 @@ class OpInProgress:
         """Return the complete op as it leaves this hop; what was computed in parts is put together once."""
         op = self.op
         if self._inputs is None:
-            return SentOp(op.seq, op.edits, None, None, None, op.record_past)
+            return SentOp(op.seq, op.edits, None, None, None, op.record_past, op.absent)
         _, positions, mask = self._inputs
         out = self._outs[0] if len(self._outs) == 1 else torch.cat(self._outs, 1)
         self._outs = [out.cpu()]
-        return SentOp(op.seq, op.edits, self._outs[0], positions, mask, op.record_past)
+        return SentOp(op.seq, op.edits, self._outs[0], positions, mask, op.record_past, op.absent)
+
+
+def is_void(state: SessionState, op: Op) -> bool:
+    """Is an op void, and no longer than tries are?"""
+    has_few = op.tensor is None or op.tensor.t + op.absent <= MOST_ABSENT
+    return has_few and state.void.covers(op.seq)
+
+
+def drop_tokens(op: Op) -> Op:
+    """Return the same op with all of its tokens absent."""
+    n_tokens = 0 if op.tensor is None else op.tensor.t
+    return msgspec.structs.replace(op, tensor=None, absent=op.absent + n_tokens)

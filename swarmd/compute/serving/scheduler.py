@@ -93,6 +93,7 @@ class Scheduler:
     def run_pass(self) -> Iterator[bytes]:
         """Compute one pass over what is ready."""
         self._queues.turns.begin_pass()
+        yield from self._queues.drop_void()
         yield from self._reuse_prefixes()
         ready = [self._queues.describe(key) for key, op in self._queues.begun_in_order() if op.tokens_left]
         n_active = self._pace.n_active(self._clock())

@@ -16,7 +16,7 @@ from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
 from swarmd.compute.serving.engine import Engine
 from swarmd.compute.serving.incoming_state import PART_BYTES, IncomingState
 from swarmd.compute.serving.op_check import read_op_untrusted
-from swarmd.compute.serving.op_in_progress import OpInProgress
+from swarmd.compute.serving.op_in_progress import OpInProgress, drop_tokens, is_void
 from swarmd.compute.serving.session_state import SessionState
 from swarmd.errors import Code, Refused
 from swarmd.plan.chains.prefixes import BLOCK_TOKENS, Prefix, PrefixExtension
@@ -83,11 +83,17 @@ class HopSession:
         return self._prefix.reached.marks if self._prefix else ()
 
     def begin(self, op: Op, payload: memoryview, came_at: float = 0.0) -> OpInProgress:
-        """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed."""
+        """Check an op and apply its edits. Raises Refused or RemoteProtocolError before anything changed.
+
+        Of one that is void by now the tokens are absent.
+        """
+        if is_void(self.state, op):
+            op = drop_tokens(op)
         inputs = read_op_untrusted(self.state, op, payload)
         if op.edits and self._prefix is not None:
-            self._prefix.crop(self.state.n_tokens - count_cropped(op.edits))
+            self._prefix.crop(self.state.n_tokens - self.state.count_cached(count_cropped(op.edits)))
         self.state.apply_edits(op.edits)
+        self.state.n_absent += op.absent
         if op.record_past:
             self.state.cache.record_past()
         if inputs is None:
@@ -97,6 +103,10 @@ class HopSession:
         extension = self._extend_prefix(hidden, positions, is_usual)
         self.state.extend_mask(hidden.shape[1], mask)
         return OpInProgress(self.state, op, came_at, inputs, extension)
+
+    def void(self, first: int, last: int) -> None:
+        """Compute no tokens of ops ``first`` to ``last``, where they are not begun."""
+        self.state.void.add(first, last, self._reached)
 
     def keep(self, done: OpInProgress) -> None:
         """Add an answered op to the history; the session is ready for the next."""

@@ -28,6 +28,7 @@ from swarmd.protocol.wire.messages import (
     Op,
     OpenSession,
     Replay,
+    Void,
     WantTokens,
 )
 from swarmd.protocol.wire.worker import Done, WorkerMessage
@@ -96,6 +97,8 @@ class SessionQueues:
                 return
         elif isinstance(message, CloseSession):
             self._drop_session((message.session, message.start))
+        elif isinstance(message, Void) and (message.session, message.start) in self.sessions:
+            self.sessions[message.session, message.start].void(message.first, message.last)
         self.handled += 1
 
     def describe(self, key: Key) -> ReadyOp:
@@ -140,6 +143,15 @@ class SessionQueues:
         del self.begun[key]
         self._drop_first(key)
         yield from self.begin_waiting(key)
+
+    def drop_void(self) -> Iterator[bytes]:
+        """Answer begun ops that became void, where nothing of them is computed. Only between two passes."""
+        for key, op in self.begun_in_order():
+            if op.is_void and op.has_tokens and not op.is_begun:
+                op.drop_tokens()
+                self.handled += 1
+                yield op.answer(self._clock())
+                yield from self.finish(key)
 
     def begin_all(self) -> Iterator[bytes]:
         """Begin what waits and could not go on before, since its client had its share of work between two passes."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.session_cache import SessionCache
 from swarmd.compute.serving.engine import Engine
+from swarmd.plan.chains.void_ops import VoidOps
 from swarmd.protocol.wire.messages import Edit, count_cropped
 from swarmd.values import Span
 from swarmd.wire.history import History
 
 
 # ``n_tokens`` counts the tokens that the caches hold, those of an op in progress included as they are computed. The
-# history, from which a successor would be rebuilt, gets an op after its answer was sent (``HopSession.keep``), so that
-# nobody waits for the copy. Whoever drives a session begins nothing before that: no replay and no hand-over sees caches
-# that the history lacks.
+# ``n_absent`` tokens behind them are in no cache: they were void before they were computed (``plan.chains.void_ops``).
+#
+# The history, from which a successor would be rebuilt, gets an op after its answer was sent (``HopSession.keep``), so
+# that nobody waits for the copy. Whoever drives a session begins nothing before that: no replay and no hand-over sees
+# caches that the history lacks.
 @dataclass(slots=True)
 class SessionState:
     """The caches of some rows of tokens, [n_rows, n_tokens]; ``mask`` is there once something is padded."""
@@ -33,6 +36,8 @@ class SessionState:
     cache: SessionCache
     lora: LoraUpdates | None
     n_tokens: int = 0
+    n_absent: int = 0
+    void: VoidOps = field(default_factory=VoidOps)
     mask: torch.Tensor | None = None
 
     @property
@@ -45,14 +50,25 @@ class SessionState:
         """Does it end the model?"""
         return self.hop.end == self.engine.n_blocks
 
+    @property
+    def n_entered(self) -> int:
+        """Tokens that have entered and are not cropped, the absent ones included."""
+        return self.n_tokens + self.n_absent
+
+    def count_cached(self, n_cropped: int) -> int:
+        """Count how many of the last ``n_cropped`` tokens the caches hold."""
+        return max(0, n_cropped - self.n_absent)
+
     def apply_edits(self, edits: tuple[Edit, ...]) -> None:
         """Crop once and reorder once: which tokens stay and which rows have nothing to do with each other."""
         if not edits:
             return
         n_cropped = count_cropped(edits)
         if any(edit.crop is not None for edit in edits):
-            self.cache.crop(n_cropped)
-            self.n_tokens -= n_cropped
+            n_cached = self.count_cached(n_cropped)
+            self.cache.crop(n_cached)
+            self.n_tokens -= n_cached
+            self.n_absent -= n_cropped - n_cached
             if self.mask is not None:
                 self.mask = self.mask[:, : self.n_tokens]
         order = order_after(edits, self.n_rows)

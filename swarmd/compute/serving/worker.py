@@ -28,7 +28,7 @@ from swarmd.plan.chains.fine_tuning import Allowance
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import Op
+from swarmd.protocol.wire.messages import Op, Void
 from swarmd.protocol.wire.worker import (
     AdapterLoaded,
     LoadAdapter,
@@ -254,7 +254,7 @@ class Worker:
         """Take ops that have come and compute those that are ready; all other frames wait for the end of the pass."""
         answers: list[bytes] = []
         for frame in () if self._deferred else self._socket.receive(wait=False):
-            if self._deferred or not _is_op(frame):  # what follows has to wait with it
+            if self._deferred or not _is_of_step(frame):  # what follows has to wait with it
                 self._deferred.append(frame)
             else:
                 answers += self._take_frame(frame)
@@ -270,9 +270,10 @@ class Worker:
             self._send_frames([])
 
 
-def _is_op(frame: Frame) -> bool:
+def _is_of_step(frame: Frame) -> bool:
+    """Is it an op, or says that some are void?"""
     try:
-        return isinstance(worker.decode(frame.header), Op)
+        return isinstance(worker.decode(frame.header), Op | Void)
     except RemoteProtocolError:
         return False
 

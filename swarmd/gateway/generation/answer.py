@@ -16,6 +16,7 @@ from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.sampling import SampledToken, Sampler, Sampling
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.writing import Writer
+from swarmd.plan.chains.flight import Flight
 
 N_BEFORE = 64  # of a prompt's last tokens: a character that begins there has four bytes, in a run of some more
 
@@ -53,7 +54,7 @@ class AnswerDelta:
 
 
 class Answer:
-    """The growing answer to one request. ``rejected`` of the tokens sent last are no part of it."""
+    """The growing answer to one request, and what is tried ahead for it."""
 
     def __init__(self, options: AnswerOptions, tokens: TokenBytes, costs: Costs) -> None:
         self.options = options
@@ -63,10 +64,8 @@ class Answer:
         self._bytes = tokens
         self._writer = Writer(tokens, options.stops, options.prompt[-N_BEFORE:], options.shown)
         self._tokens: list[int] = list(options.prompt)
-        self._draft: list[int] = []
         self._unsent: list[SampledToken] = []
         self._text = ""
-        self.rejected = 0
         self.finish: str | None = None
 
     @property
@@ -75,36 +74,41 @@ class Answer:
         return len(self._tokens) - len(self.options.prompt)
 
     @property
-    def n_wanted(self) -> int:
-        """Of how many of the tokens sent last the logits are needed."""
-        return 1 + len(self._draft)
+    def tokens(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return self._tokens
 
-    def decide(self, logits: torch.Tensor) -> list[int]:
-        """Take logits [n_wanted, vocabulary]; returns the tokens to send next, none when it is finished."""
-        # Row i holds what the model says after the token sent at place i. A draft token counts as long as each
-        # choice before it was the token sent:
+    def begin(self, logits: torch.Tensor) -> None:
+        """Take the logits [1, vocabulary] after the prompt, or after all of the text so far."""
+        self._take(self._choose(logits[0]))
+        self._take_forced()
+
+    def fly(self, cached: list[int], next_number: int, max_tokens: int, can_fly: bool, now: float) -> Flight:
+        """Go on from ``cached``, what the caches hold: all but the last tokens, in a session of ``max_tokens``."""
+        flight = Flight(self._tokens, cached, next_number)
+        most_tokens = min(len(self.options.prompt) + self.options.max_tokens, max_tokens + 1)
+        self.speculation.start(flight, most_tokens, can_fly, now)
+        return flight
+
+    def read(self, logits: torch.Tensor, now: float) -> int | None:
+        """Take the logits [n_wanted, vocabulary] of a window; returns from which number on windows are void."""
+        # Row i holds what the model says after the token sent at place i. A token that was tried counts as long as
+        # each choice before it was the token sent:
         #
-        #     sent    last  d0  d1  d2        (d: draft tokens)
+        #     sent    last  d0  d1  d2        (d: tried tokens)
         #     rows     r0   r1  r2  r3
-        #     choice   d0   d1   x            x != d2: x counts, d2 and r3 do not, ``rejected`` is 1
-        draft = self._draft
-        self._draft = []
-        self.rejected = 0
-        for index in range(len(logits)):
-            self._take(self._choose(logits[index]))
-            is_last = index == len(logits) - 1
-            if self.finish or is_last or draft[index] != self._tokens[-1]:
-                self.rejected = len(logits) - 1 - index
+        #     choice   d0   d1   x            x != d2: x counts, d2 and r3 do not
+        n_before = self.n_tokens
+        for row in logits:
+            choice = self._choose(row)
+            is_right = self.speculation.take(choice.token)
+            self._count(choice)
+            if self.finish or not is_right:
                 break
-        self.speculation.learn(len(draft) - self.rejected)
+        self._take_forced()
         if self.finish:
-            return []
-        sent = [self._tokens[-1], *self._take_forced()]
-        if self.finish:
-            return []
-        n_more = self.options.max_tokens - self.n_tokens - 1
-        self._draft = self.speculation.propose_tokens(self._tokens, n_more)
-        return [*sent, *self._draft]
+            return self.speculation.stop()
+        return self.speculation.end_answer(self.n_tokens - n_before, now)
 
     def piece(self) -> AnswerDelta:
         """Return what is new since the last call, and forget it."""
@@ -120,6 +124,10 @@ class Answer:
 
     def _take(self, choice: SampledToken) -> None:
         self._tokens.append(choice.token)
+        self._count(choice)
+
+    def _count(self, choice: SampledToken) -> None:
+        """A token was added to the text: that may be its end."""
         if choice.token in self.options.eos:
             self.finish = "stop"
             return
@@ -135,14 +143,12 @@ class Answer:
         elif self.n_tokens >= self.options.max_tokens:
             self.finish = "length"
 
-    def _take_forced(self) -> list[int]:
+    def _take_forced(self) -> None:
         """Take the tokens that the grammar leaves no choice for: they travel with the last one, as one op."""
-        if self.options.grammar is None or self.options.sampling.wants_logprobs:
-            return []
-        tokens = []
-        for token in self.options.grammar.forced_tokens():
+        grammar = self.options.grammar
+        if self.finish or grammar is None or self.options.sampling.wants_logprobs:
+            return
+        for token in grammar.forced_tokens():
             self._take(SampledToken(token))
-            tokens.append(token)
             if self.finish:
-                break
-        return tokens
+                return

@@ -185,27 +185,38 @@ class GenerationEngine:
     #     head: decide the next tokens, embed them    ->  session: the chain's hops    ->  hidden states back
     #        ^------------------------------------------------------------------------------------'
     #
-    # The head is shared by all rows (``HeadThread``), the session is the row's own. A row that ends well leaves its
-    # session to the next turn; one that was cancelled or failed does not, for its cache may hold half an op.
+    # Where windows fly, more tokens are sent before the hidden states of those before are back. The head is shared by
+    # all rows (``HeadThread``), the session is the row's own. A row that ends well leaves its session to the next
+    # turn; one that was cancelled or failed does not, for its cache may hold half an op.
     async def _write(self, row: GenerationRow, on_delta: OnDelta, report: RowReport, began_at: float) -> None:
         is_complete = False
         try:
             work = await self.head(row)
-            while work.embedded is not None:
-                ids, embedded = work.ids, work.embedded
-                if row.start + len(ids) > row.max_tokens:
-                    try:
-                        ids, embedded = await self._enlarge(row, ids)
-                    except SwarmError as error:
-                        logger.info("an answer ends, as no servers have more room for it: %s", error)
-                        row.answer.finish = "length"
-                        await on_delta(row.answer.piece())
-                        break
-                report.is_sent = True
-                hidden = await row.step(ids, embedded)
+            while work.embedded is not None or row.is_waiting:
+                if work.embedded is not None:
+                    ids, embedded = work.ids, work.embedded
+                    if row.outgrows:
+                        try:
+                            ids, embedded = await self._enlarge(row)
+                        except SwarmError as error:
+                            logger.info("an answer ends, as no servers have more room for it: %s", error)
+                            row.answer.finish = "length"
+                            await on_delta(row.answer.piece())
+                            break
+                    report.is_sent = True
+                    await row.send(ids, embedded)
+                pause_s = row.pause_s()
+                if pause_s is not None:
+                    await trio.sleep(pause_s)
+                    work = await self.head(row)
+                    continue
+                arrived = await row.receive()
+                assert arrived is not None
+                hidden, served = arrived
                 report.prefilled_s = report.prefilled_s or trio.current_time() - began_at
-                offer = row.offer(self.head.checks)
+                offer = row.offer(served, self.head.checks)
                 work = await self.head(row, hidden, row.session.layer_arity, offer)
+                row.tell_void()
                 row.tell(report)
                 await on_delta(row.answer.piece())
             is_complete = True
@@ -213,8 +224,7 @@ class GenerationEngine:
             report.total_s = trio.current_time() - began_at
             if is_complete and row.answer.options.keeps:
                 ended_at = trio.current_time()
-                tokens = tuple(row.tokens)
-                self._kept.append(KeptSession(row.session, tokens, row.max_tokens, ended_at, row.key))
+                self._kept.append(KeptSession(row.session, row.tokens, row.max_tokens, ended_at, row.key))
             else:
                 await self._close(row.session)
 
@@ -229,17 +239,15 @@ class GenerationEngine:
             return None
         self._kept.remove(chosen)
         assert isinstance(chosen.session, ChainSession)
-        row = self._make_row(chosen.session, chosen.max_tokens, options, chosen.tokens)
-        row.crop = len(chosen.tokens) - n_shared
-        return row
+        return self._make_row(chosen.session, chosen.max_tokens, options, chosen.tokens, n_shared)
 
     async def _open(self, options: AnswerOptions) -> GenerationRow:
         room = keeping.choose_room(len(options.prompt), options.max_tokens, self.ends.max_tokens)
         return self._make_row(await self._open_session(room, options.keeps), room, options)
 
-    async def _enlarge(self, row: GenerationRow, ids: list[int]) -> tuple[list[int], torch.Tensor]:
-        """Have a row go on in a larger session; returns its tokens and those to send next, and all of them embedded."""
-        tokens = [*row.tokens[: row.start], *ids]
+    async def _enlarge(self, row: GenerationRow) -> tuple[list[int], torch.Tensor]:
+        """Have a row go on in a larger session; returns all of its tokens, which are sent next, and these embedded."""
+        tokens = list(row.answer.tokens)
         n_more = row.answer.options.max_tokens - row.answer.n_tokens
         room = keeping.choose_room(len(tokens), n_more, self.ends.max_tokens)
         old = row.session
@@ -265,11 +273,16 @@ class GenerationEngine:
         return await self._swarm.open_session(self._options_for(room))
 
     def _make_row(
-        self, session: ChainSession, room: int, options: AnswerOptions, tokens: tuple[int, ...] = ()
+        self,
+        session: ChainSession,
+        room: int,
+        options: AnswerOptions,
+        tokens: tuple[int, ...] = (),
+        n_shared: int = 0,
     ) -> GenerationRow:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
         answer = Answer(options, self.token_bytes, self._costs)
-        return GenerationRow(session, room, answer, tokens, vocabulary)
+        return GenerationRow(session, room, answer, tokens, n_shared, vocabulary)
 
     def _options_for(self, max_tokens: int) -> SessionOptions:
         kind = self._swarm.quantize(self._options.model, self._options.n_blocks)

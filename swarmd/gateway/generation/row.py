@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 
 import torch
 import trio
 
-from swarmd.client.links.link import Doubt
+from swarmd.client.links.link import Doubt, ServedLogits
 from swarmd.client.links.ops import StepInput
+from swarmd.client.model.speculation import PassCost
 from swarmd.client.model.swarm_head import HeadChecks, are_enough
 from swarmd.client.sessions.session import ChainSession
 from swarmd.gateway.generation.answer import Answer
 from swarmd.gateway.generation.head import ServerLogits
+from swarmd.plan.chains.flight import Flight, Window
 from swarmd.protocol.wire.messages import Edit
 
 
@@ -50,9 +53,10 @@ class AllTokens:
 
 
 class GenerationRow:
-    """An answer that grows over a session. ``tokens`` are in its cache, the last ``crop`` of them no longer wanted.
+    """An answer that grows over a session: first the prompt is sent, then windows of what is known and tried.
 
-    With a ``vocabulary`` the last hop is asked for logits, where those that come decide all that is wanted.
+    ``tokens`` are in the session's caches. With a ``vocabulary`` the last hop is asked for logits, where those that
+    come decide all that is wanted.
     """
 
     def __init__(
@@ -61,16 +65,24 @@ class GenerationRow:
         max_tokens: int,
         answer: Answer,
         tokens: tuple[int, ...] = (),
+        n_shared: int = 0,
         vocabulary: int = 0,
     ) -> None:
+        """``n_shared`` of the cached tokens are those of the prompt."""
         self.session = session
         self.max_tokens = max_tokens
-        self.tokens = list(tokens)
-        self.crop = 0
         self.answer = answer
         self.key = answer.options.key
         self._vocabulary = vocabulary if are_enough(answer.options.n_needed) else 0
-        self._prompt = answer.options.prompt
+        self._cached = list(tokens)
+        self._known = list(answer.options.prompt)  # what is sent before windows are
+        self._n_shared = n_shared
+        self._flight: Flight | None = None
+        self._flies = False  # may windows be under way together?
+        self._window: Window | None = None  # sent next, or last
+        self._sent: dict[int, Window] = {}
+        self._step: StepInput | None = None  # waits to be sent, and for its answer
+        self._void_from: int | None = None
         self._earlier_doubts: list[Doubt] = []  # of sessions that this answer outgrew
         self._earlier_logits = 0
         self._note_before()
@@ -83,49 +95,129 @@ class GenerationRow:
         self._n_doubts = len(statistics.doubts)
 
     def go_on_in(self, session: ChainSession, max_tokens: int) -> None:
-        """Have another session, which knows nothing yet, in place of the one so far."""
+        """Have another session, which knows nothing yet, in place of the one so far; nothing may be under way."""
         statistics = self.session.statistics
         self._earlier_doubts += statistics.doubts[self._n_doubts :]
         self._earlier_logits += statistics.n_logits - self._n_logits
         self.session = session
         self.max_tokens = max_tokens
-        self.tokens = []
-        self.crop = 0
+        self._known = self.answer.tokens
+        self._cached = []
+        self._n_shared = 0
+        self._flight = None
+        self._window = None
         self._note_before()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What the session's caches hold, tokens that nobody wants any more included."""
+        return tuple(self._cached)
 
     @property
     def start(self) -> int:
         """The position of what is sent next."""
-        return len(self.tokens) - self.crop
+        return self._n_shared if self._window is None else self._window.n_before
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is something under way?"""
+        return self._step is not None or (self._flight is not None and self._flight.n_under_way > 0)
+
+    @property
+    def outgrows(self) -> bool:
+        """Does what is sent next not fit its session?"""
+        n_next = len(self._known) - self._n_shared if self._window is None else len(self._window.tokens)
+        return self.start + n_next > self.max_tokens
 
     def decide(self, logits: torch.Tensor | None) -> list[int]:
-        """Return the tokens to send next: at first what the cache lacks of the prompt."""
-        if logits is None:
-            return list(self._prompt[self.start :])
-        ids = self.answer.decide(logits)
-        self.crop = self.answer.rejected
-        return ids
+        """Take the logits of what came last, if anything did; returns the tokens to send next, if any are due."""
+        if self._flight is None and logits is None:
+            return self._known[self._n_shared :]
+        now = time.perf_counter()
+        if self._flight is None:
+            assert logits is not None
+            self.answer.begin(logits)
+            self._flies = self.session.can_fly
+            number = self.session.chain.position.seq + 1 if self._flies else 0
+            self._flight = self.answer.fly(self._cached, number, self.max_tokens, self._flies, now)
+        elif logits is not None:
+            self._void_from = self.answer.read(logits, now)
+        return self._next_tokens(now)
 
-    async def step(self, ids: list[int], embedded: torch.Tensor) -> torch.Tensor:
-        """Send tokens, [1, t, d]; returns what the last block gives where logits are needed, [n_wanted, d]."""
+    def _next_tokens(self, now: float) -> list[int]:
+        speculation = self.answer.speculation
+        if self.answer.finish:
+            return []
+        while speculation.can_draft:
+            speculation.draft()
+        if not speculation.is_due(now):
+            return []
+        self._window = speculation.next_window(now)
+        return list(self._window.tokens)
+
+    def pause_s(self) -> float | None:
+        """How long to wait before more may be sent; None where nothing is there to send."""
+        if self.answer.finish or self._flight is None:
+            return None
+        return self.answer.speculation.patience_s(time.perf_counter())
+
+    async def send(self, ids: list[int], embedded: torch.Tensor) -> None:
+        """Send tokens, [1, t, d]."""
+        window = self._window
+        if window is None:
+            n_cropped, n_wanted = len(self._cached) - self._n_shared, 1
+            self._cached[self._n_shared :] = ids
+        else:
+            n_cropped, n_wanted = window.n_cropped, window.n_wanted
         start = self.start
-        n_wanted = self.answer.n_wanted
-        edits = (Edit(crop=self.crop),) if self.crop else ()
-        end = start + len(ids)
-        positions = torch.arange(start, end, dtype=torch.int32).unsqueeze(0)
-        began_at = trio.current_time()
+        positions = torch.arange(start, start + len(ids), dtype=torch.int32).unsqueeze(0)
+        edits = (Edit(crop=n_cropped),) if n_cropped else ()
         step = StepInput(embedded, positions, edits, want=n_wanted, vocabulary=self._vocabulary)
-        outputs = await self.session.step(step)
-        assert outputs is not None
-        if len(ids) == n_wanted and self.answer.n_tokens:  # no prompt among them, and nothing that a grammar forced
-            self.answer.speculation.costs.measured(n_wanted, trio.current_time() - began_at)
-        self.tokens[start:] = ids
-        self.crop = 0
-        return outputs[0, -n_wanted:]
+        if window is None or not self._flies:
+            self._step = step
+            return
+        self._sent[window.number] = window
+        await self.session.send(step)
 
-    def offer(self, checks: HeadChecks | None) -> ServerLogits | None:
-        """Return the logits that came with the last step, and whether they are checked; None without any."""
-        served = self.session.served_logits
+    async def receive(self) -> tuple[torch.Tensor, ServedLogits | None] | None:
+        """Wait for what the last block gives where logits are needed, [n_wanted, d], and for logits that came with it.
+
+        None where that is void by now.
+        """
+        step = self._step
+        if step is not None:
+            assert step.want is not None
+            began_at = trio.current_time()
+            outputs = await self.session.step(step)
+            self._step = None
+            assert outputs is not None
+            if self._window is not None:
+                cost = PassCost(len(self._window.tokens), trio.current_time() - began_at)
+                self._begin_answer(self._window, cost)
+            return outputs[0, -step.want :], self.session.served_logits
+        arrived = await self.session.receive()
+        if arrived is None:
+            return None
+        window = self._sent.pop(arrived.seq)
+        answer = arrived.answer
+        self._begin_answer(window, PassCost(len(window.tokens), arrived.took_s, 0.0, answer.hops_s, arrived.is_alone))
+        return answer.hidden[0, -window.n_wanted :], answer.logits
+
+    def _begin_answer(self, window: Window, cost: PassCost) -> None:
+        if len(window.tokens) > window.n_wanted:  # a grammar forced some, which are no tries
+            cost = replace(cost, is_alone=False)
+        self.answer.speculation.begin_answer(window.number, cost)
+
+    def tell_void(self) -> None:
+        """Have all hops hear of windows that are void, if some have become so."""
+        void_from = self._void_from
+        self._void_from = None
+        if void_from is not None:
+            self.session.void_from(void_from)
+            self._sent = {number: window for number, window in self._sent.items() if number < void_from}
+
+    def offer(self, served: ServedLogits | None, checks: HeadChecks | None) -> ServerLogits | None:
+        """Return logits that came, and whether they are checked; None without any."""
         if served is None or checks is None:
             return None
         return ServerLogits(self.session, served, checks.draw_check(served))

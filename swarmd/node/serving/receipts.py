@@ -83,8 +83,8 @@ class Receipts:
             is_hop = (bill.start, bill.end) == (hop.span.start, hop.span.end)
             if not (is_ours and is_session and is_hop):
                 raise IntegrityError("a bill of another session")
-            if hop.trail is None or bill.n_tokens > hop.trail.n_computed:
-                raise IntegrityError(f"a bill for {bill.n_tokens} tokens, more than were computed")
+            if hop.trail is None or bill.n_tokens > hop.trail.taken.n_owed:
+                raise IntegrityError(f"a bill for {bill.n_tokens} tokens, more than were taken")
             usage_receipt.verify_taken_untrusted(bill, body, message.taken)
         except IntegrityError as error:
             raise Forged(str(error)) from None
@@ -132,7 +132,7 @@ class Receipts:
                 start=hop.span.start,
                 end=hop.span.end,
                 seq=hop.trail.seq,
-                n_computed=hop.trail.n_computed,
+                n_computed=hop.trail.taken.n_computed,
                 at=int(self._exchange.now()),
                 numerics=self._worker.loaded.numerics if self._worker.loaded else "",
                 is_heir=hop.trail.is_heir,
@@ -152,7 +152,7 @@ class Receipts:
             model=self._served.model,
             start=hop.span.start,
             end=hop.span.end,
-            n_tokens=hop.trail.n_computed,
+            n_tokens=hop.trail.taken.n_owed,
             at=int(self._exchange.now()),
         )
         offered, giver_signature = usage_receipt.sign_offer(so_far, self._served.identity)

@@ -50,6 +50,7 @@ from swarmd.protocol.wire.messages import (
     Replay,
     Reroute,
     Taken,
+    Void,
     WantReceipt,
     WantTokens,
     encode_frame,
@@ -174,6 +175,9 @@ class Server:
         try:
             if isinstance(message, Op):
                 await self._on_op(peer, message, frame)
+            elif isinstance(message, Void):
+                if sessions.find_own(peer, key_of(message)).note_void(message):
+                    await self._worker.send(frame.raw)
             elif isinstance(message, Progress):
                 self._heartbeats.on_progress(peer, message, trio.current_time())
             elif isinstance(message, OpenSession) and channel is not None:
@@ -223,7 +227,7 @@ class Server:
                 await self._worker.send(encode_frame(resend))
             return
         hop.count(op, len(frame.raw))
-        if op.tensor is not None:
+        if op.tensor is not None and not hop.void.covers(op.seq):
             n_tokens = op.tensor.b * op.tensor.t
             try:
                 ending = self.ledger.use(key, n_tokens, now)

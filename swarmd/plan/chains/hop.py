@@ -12,11 +12,12 @@ from enum import Enum
 
 from swarmd.errors import Code, Refused
 from swarmd.plan.chains import timing
+from swarmd.plan.chains.void_ops import VoidOps
 from swarmd.plan.chains.watch import PROGRESS_INTERVAL_S, SUSPECT_AFTER_S, Watch
 from swarmd.protocol.accounts.receipt import Trail
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.wire import messages
-from swarmd.protocol.wire.messages import Inherited, Op, Reroute
+from swarmd.protocol.wire.messages import Inherited, Op, Reroute, Void
 from swarmd.status import HopTimes
 from swarmd.values import Decision, PeerId, Span
 
@@ -172,6 +173,7 @@ class SessionHop:
     trail: Trail | None = None
     bill: tuple[UsageReceipt, SignedUsageReceipt] | None = None
     passes: deque[timing.Times] = field(default_factory=lambda: deque(maxlen=N_TIMED))
+    void: VoidOps = field(default_factory=VoidOps)
 
     # --- what its client and its predecessor send ------------------------------------------------------------------
 
@@ -210,6 +212,12 @@ class SessionHop:
         if self.trail is not None:
             self.trail.enter(op, payload)
         self.watch.on_settled(op.settled)
+
+    def note_void(self, message: Void) -> bool:
+        """Note that ops are void; False where the worker need not hear of it. Of another epoch it comes late."""
+        if message.epoch != self.state.epoch:
+            return False
+        return self.void.add(message.first, message.last, self.state.received)
 
     def reroute(self, message: Reroute, now: float) -> None:
         """Take other neighbours. Raises Refused."""

@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from swarmd.errors import IntegrityError, RemoteProtocolError
+from swarmd.protocol.accounts.taken_tokens import TakenTokens
 from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, TensorMeta
 from swarmd.protocol.membership.identity import Identity, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
@@ -142,7 +143,7 @@ class Trail:
     shape: tuple[int, int] = (1, 0)
     adapter: str = ""
     tuned: bytes = b""
-    n_computed: int = 0
+    taken: TakenTokens = field(default_factory=TakenTokens)
     n_ops: int = 0  # that left since the last receipt
     seq: int = 0  # the last that left
     is_broken: bool = False
@@ -187,6 +188,8 @@ class Trail:
                 self.entered += digests_of(op.tensor, payload)
             except RemoteProtocolError:  # the worker that computes it will say so
                 self.is_broken = True
+        n_tokens += op.absent
+        self.entered += UNSEEN * op.absent
         self._under.append(_Under(op.seq, n_cropped, n_tokens))
 
     def leave(self, seq: int, meta: TensorMeta | None, payload: memoryview | bytes) -> None:
@@ -197,7 +200,7 @@ class Trail:
         self._drop_last(self.left, under.n_cropped)
         digests = b"" if meta is None else digests_of(meta, payload)
         self.left += UNSEEN * (under.n_tokens - len(digests) // DIGEST_BYTES) + digests
-        self.n_computed += under.n_tokens
+        self.taken.add(under.n_cropped, under.n_tokens)
         self.seq = seq
         self.n_ops += 1
 

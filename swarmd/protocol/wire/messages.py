@@ -13,6 +13,7 @@ import msgspec
 
 from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol.fields import (
+    Absent,
     Addresses,
     Blob,
     Block,
@@ -38,7 +39,7 @@ PIECE_BYTES = 64 * 1024  # of zeros: one record of Noise
 ChunkRef = tuple[Count, Count]
 """An entry of the manifest, and one of its chunks."""
 KNOWN_NEEDS = frozenset(
-    {"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned", "changes"}
+    {"crop", "reorder", "padding", "replay", "record_past", "exact", "codec", "adapter", "tuned", "changes", "absent"}
 )
 
 
@@ -201,7 +202,8 @@ class Op(Message, tag="op", frozen=True):
     was merged, whose ``seq`` is the op it reaches. Of the last block's output the client uses the last ``want`` tokens
     of each row (None: all). ``times`` (None: nobody asks) is what each hop took: its first block, microseconds of
     waiting, of computing. With ``top`` the last hop is asked for the largest logits of each wanted token, too:
-    ``logits`` (wire.top), or nothing where it computes no head.
+    ``logits`` (wire.top), or nothing where it computes no head. After its tokens ``absent`` ones follow: they count
+    as others do, nobody has computed them, and a crop takes them away before tokens are put behind them (``Void``).
     Payload: hidden states, int32 positions [b, t], with ``has_mask`` one byte a token [b, t].
     """
 
@@ -220,7 +222,21 @@ class Op(Message, tag="op", frozen=True):
     times: HopTimes | None = None
     top: bool = False
     logits: Logits = b""
+    absent: Absent = 0
     needs: Needs = ()
+
+
+class Void(Message, tag="void", frozen=True):
+    """Client to each of its hops: ops ``first`` to ``last`` are void, whether they have come yet or not.
+
+    A hop computes none of them that it has not begun: their tokens are ``absent`` from there on.
+    """
+
+    session: SessionKey = b"\0" * 16
+    start: Block = 0
+    epoch: Count = 0
+    first: Count = 0
+    last: Count = 0
 
 
 class Progress(Message, tag="progress", frozen=True):
@@ -414,6 +430,7 @@ Known = (
     | OpenSession
     | Opened
     | Op
+    | Void
     | Progress
     | Suspect
     | Reroute

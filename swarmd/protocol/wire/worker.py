@@ -288,6 +288,7 @@ WorkerMessage = (
     | messages.OpenSession
     | messages.CloseSession
     | messages.Op
+    | messages.Void
     | messages.Replay
     | messages.Replayed
     | messages.HandOver

@@ -52,6 +52,7 @@ class HalvingChain:
     """A chain whose blocks halve what they are given."""
 
     layer_arity = 0
+    can_fly = False
     is_closed = False
 
     def step(self, step: StepInput) -> torch.Tensor:

@@ -69,6 +69,7 @@ class ChainWithHead:
     """Blocks that halve what they are given, and behind them a head, if there is one; ``lie`` changes its logits."""
 
     layer_arity = 0
+    can_fly = False
 
     def __init__(self, head: LogitsHead | None, lie: float = 0.0) -> None:
         self.head = head

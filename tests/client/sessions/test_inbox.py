@@ -76,7 +76,17 @@ async def desk(virtual_time: MockClock) -> Desk:
 async def test_an_answer_of_the_last_hop_counts(desk: Desk) -> None:
     assert desk.answer() == AnswerArrival(10)
     assert desk.chain.position.answered == 10
-    assert torch.equal(desk.ops.take_answer(10), torch.full((1, 1, 8), 2.0))  # type: ignore[arg-type]
+    answer = desk.ops.take_answer(10)
+    assert answer is not None
+    assert torch.equal(answer.hidden, torch.full((1, 1, 8), 2.0))
+
+
+async def test_an_answer_to_a_void_op_needs_no_tokens_and_is_kept_for_nobody(desk: Desk) -> None:
+    desk.ops.void(10, 10)
+    assert desk.receive(C, Op(desk.chain.key, N_BLOCKS, EPOCH, seq=10, absent=1)) == AnswerArrival(10)
+    assert desk.chain.position.answered == 10
+    assert desk.chain.trouble is None
+    assert desk.ops.take_answer(10) is None
 
 
 @pytest.mark.parametrize(("peer", "seq"), [(B, 10), (STRANGER, 10), (C, 9), (C, 11)])

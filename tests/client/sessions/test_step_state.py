@@ -11,6 +11,7 @@ from swarmd.client.sessions.step_state import (
     MAX_WRONG,
     SLACK,
     SLOWEST_TOKENS_PER_S,
+    OpAnswer,
     OpInFlight,
     OpsInFlight,
     WrongChains,
@@ -20,7 +21,7 @@ from swarmd.plan.chains.routing import Hop
 from swarmd.values import PeerId, Span
 from swarmd.wire.history import SentOp
 
-ANSWER = torch.zeros(1, 1, 8)
+ANSWER = OpAnswer(torch.zeros(1, 1, 8))
 
 
 def op(seq: int, n_tokens: int = 1, value: float = 1.0) -> OpInFlight:
@@ -79,12 +80,18 @@ def test_after_a_repair_the_wait_begins_anew_and_counts_what_is_replayed() -> No
     assert ops.longest_wait_s([10.0]) == LONGEST_S
 
 
-def test_a_step_forgets_what_the_one_before_left_behind() -> None:
+def test_the_answer_of_a_void_op_is_expected_and_not_kept() -> None:
     ops = OpsInFlight()
-    ops.add(op(1), now=0.0)
-    ops.clear()
-    assert not ops
-    assert ops.get(1) is None
+    for seq in (1, 2, 3):
+        ops.add(op(seq), now=0.0)
+    ops.answer(1, ANSWER, now=1.0)
+    ops.void(1, 2)
+    assert ops.take_answer(1) is None, "it came before anybody knew"
+    assert ops.is_void(2)
+    ops.answer(2, ANSWER, now=2.0)
+    assert ops.take_answer(2) is None
+    ops.answer(3, ANSWER, now=3.0)
+    assert ops.take_answer(3) is ANSWER
 
 
 def test_hidden_states_that_are_not_finite_are_known() -> None:

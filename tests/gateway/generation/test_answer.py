@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from swarmd.client.model.speculation import Costs
+from swarmd.client.model.speculation import Costs, PassCost
 from swarmd.gateway.generation.answer import Answer, AnswerOptions
 from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.sampling import Sampling
 from swarmd.gateway.generation.schema_compiler import Compiler
 from swarmd.gateway.generation.token_bytes import TokenBytes
+from swarmd.plan.chains.flight import Window
 
 N = 64  # tokens of the toy models below
 Model = Callable[[list[int]], torch.Tensor]
@@ -27,35 +29,56 @@ def cycle(tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def run(options: AnswerOptions, tokenizer: Tokenizer, model: Model = cycle) -> tuple[list[int], str, Answer, int]:
+def run(
+    options: AnswerOptions, tokenizer: Tokenizer, model: Model = cycle, can_fly: bool = False
+) -> tuple[list[int], str, Answer, int]:
     """Drive an answer as the engine does; returns its tokens, its text, itself, and how many passes it took."""
     costs = Costs()
     answer = Answer(options, TokenBytes(tokenizer), costs)
-    cache = list(options.prompt)
-    n_passes = 0
+    n_passes = 1
     text = ""
     tokens: list[int] = []
-    sent = list(options.prompt)
-    while True:
-        n_passes += 1
-        costs.measured(answer.n_wanted, 1 + 0.05 * answer.n_wanted)
-        n_before = len(cache) - answer.n_wanted
-        logits = torch.stack([model(cache[: n_before + i + 1]) for i in range(answer.n_wanted)])
-        sent = answer.decide(logits)
+
+    def take_piece() -> None:
+        nonlocal text
         piece = answer.piece()
-        tokens += [choice.token for choice in piece.choices]
+        tokens.extend(choice.token for choice in piece.choices)
         text += piece.text
-        if piece.finish:
-            return tokens, text, answer, n_passes
-        cache = cache[: len(cache) - answer.rejected] + sent
+
+    answer.begin(torch.stack([model(list(options.prompt))]))
+    take_piece()
+    flight = answer.fly(list(options.prompt), 7, 1_000, can_fly, 0.0)
+    speculation = answer.speculation
+    windows: deque[Window] = deque()
+    now = 0.0
+    while not answer.finish:
+        while speculation.can_draft:
+            speculation.draft()
+        now = max(now, speculation.next_at)
+        if speculation.is_due(now):
+            windows.append(speculation.next_window(now))
+            continue
+        window = windows.popleft()
+        n_passes += 1
+        now += 1.0
+        cost = PassCost(len(window.tokens), 1 + 0.05 * len(window.tokens), hops_s=(0.01,), is_alone=not windows)
+        assert speculation.begin_answer(window.number, cost) == window
+        sent = [*flight.text[: window.n_before], *window.tokens]
+        n_first = len(sent) - window.n_wanted
+        logits = torch.stack([model(sent[: n_first + i + 1]) for i in range(window.n_wanted)])
+        if answer.read(logits, now) is not None:
+            windows.clear()
+        take_piece()
+    return tokens, text, answer, n_passes
 
 
+@pytest.mark.parametrize("can_fly", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature: float) -> None:
+def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature: float, can_fly: bool) -> None:
     sampling = Sampling(temperature=temperature, seed=5)
     prompt = tuple(10 + i % 12 for i in range(30))
     plain = run(AnswerOptions(prompt, 60, sampling, looks_up=False), tokenizer)
-    with_draft = run(AnswerOptions(prompt, 60, sampling), tokenizer)
+    with_draft = run(AnswerOptions(prompt, 60, sampling), tokenizer, can_fly=can_fly)
     assert with_draft[0] == plain[0]
     assert with_draft[1] == plain[1]
     assert plain[3] == 60, "one pass a token"

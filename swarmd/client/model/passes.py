@@ -1,0 +1,175 @@
+"""The passes of one text: windows of tokens go into the swarm, logits come back.
+
+Two ways: one window after the other, through a session's ``step``; or several under way, through its ``send`` and
+``receive``, where the client's part of a pass can be computed in two halves, before the swarm and behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from swarmd.client.model.remote_cache import RemoteCache
+from swarmd.client.model.speculation import PassCost
+from swarmd.client.model.swarm_head import SwarmHead
+from swarmd.client.model.traced_pass import StepPass
+from swarmd.plan.chains.flight import Window
+
+
+@dataclass(frozen=True, slots=True)
+class PassLogits:
+    """The answer to a window: logits [1, n_wanted, vocabulary] of its last tokens, and what the pass took."""
+
+    number: int
+    logits: torch.Tensor
+    cost: PassCost
+
+
+class Passes(Protocol):
+    """How windows of a text travel."""
+
+    @property
+    def can_fly(self) -> bool:
+        """May several be under way?"""
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next window."""
+
+    def send(self, window: Window) -> None:
+        """Send tokens on their way."""
+
+    def receive(self, timeout_s: float | None) -> PassLogits | None:
+        """Wait for the next answer, as long as it takes or for so long; None where none came."""
+
+    def void_from(self, number: int) -> None:
+        """Nobody wants the windows from a number on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsSource:
+    """What computes the logits of one text: a swarm head, else a trace of the client's part, else the family's forward.
+
+    A trace is of passes with few tokens. ``cache`` is the model's argument ``cache_name``.
+    """
+
+    model: Any
+    cache: Any
+    cache_name: str
+    traced: StepPass | None
+    head: SwarmHead | None
+
+    def compute_logits(self, sent: torch.Tensor, n: int, is_prompt: bool = False) -> torch.Tensor:
+        """Compute logits of the tokens sent, or of the last ``n`` only."""
+        if self.head is not None:
+            return self.head.logits(sent, self.cache, n)
+        if self.traced is not None and not is_prompt:
+            positions, through_swarm = self.cache.prepare_append(sent.shape[1])
+            return self.traced.compute(sent, positions, through_swarm)
+        options = {self.cache_name: self.cache}
+        if _keeps_logits(self.model.__class__):
+            options["logits_to_keep"] = n
+        output = self.model(input_ids=sent.to(self.model.device), use_cache=True, **options)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def passes(self) -> Passes:
+        """How windows travel, behind a prompt that was computed."""
+        if self.traced is not None and isinstance(self.cache, RemoteCache) and self.cache.can_fly:
+            return FlyingPasses(self.cache, self.traced, self.head)
+        return SinglePasses(self)
+
+
+class SinglePasses:
+    """One window after the other: it is computed when its answer is waited for."""
+
+    can_fly = False
+    next_number = 0
+
+    def __init__(self, source: LogitsSource) -> None:
+        self._source = source
+        self._window: Window | None = None
+
+    def send(self, window: Window) -> None:
+        """Keep a window."""
+        self._window = window
+
+    def receive(self, timeout_s: float | None) -> PassLogits | None:
+        """Compute it, if there is one."""
+        window = self._window
+        if window is None:
+            return None
+        self._window = None
+        started_at = time.perf_counter()
+        if window.n_cropped:
+            self._source.cache.crop(-window.n_cropped)
+        logits = self._source.compute_logits(torch.tensor([window.tokens]), window.n_wanted)
+        cost = PassCost(len(window.tokens), time.perf_counter() - started_at)
+        return PassLogits(window.number, logits[:, -window.n_wanted :], cost)
+
+    def void_from(self, number: int) -> None:
+        """Nothing else is under way."""
+
+
+class FlyingPasses:
+    """Windows that are under way together: each goes in before the answer to the one before is here."""
+
+    can_fly = True
+
+    def __init__(self, cache: RemoteCache, traced: StepPass, head: SwarmHead | None) -> None:
+        self._cache = cache
+        self._traced = traced
+        self._head = head
+        self._sent: deque[tuple[Window, torch.Tensor, float]] = deque()  # its positions, and seconds until it was sent
+        self.next_number = cache.next_number
+
+    def send(self, window: Window) -> None:
+        """Compute the part before the swarm, and send it."""
+        started_at = time.perf_counter()
+        ids = torch.tensor([window.tokens])
+        positions = torch.arange(window.n_before, window.n_before + len(window.tokens)).unsqueeze(0)
+        hidden = self._traced.enter(ids, positions)
+        vocabulary = self._head.vocabulary if self._head is not None else 0
+        if window.n_cropped:
+            self._cache.crop(-window.n_cropped)
+        self._cache.send(window.number, hidden, positions, window.n_wanted, vocabulary)
+        self._sent.append((window, positions, time.perf_counter() - started_at))
+
+    def receive(self, timeout_s: float | None) -> PassLogits | None:
+        """Wait for an answer, and compute the part behind the swarm."""
+        arrived = self._cache.receive(timeout_s)
+        if arrived is None or not self._sent or self._sent[0][0].number != arrived.seq:
+            return None  # it had come before its window was void
+        started_at = time.perf_counter()
+        window, positions, entering_s = self._sent.popleft()
+        n = window.n_wanted
+        ids = torch.tensor([window.tokens])[:, -n:]
+        hidden = arrived.answer.hidden[:, -n:]
+        session = self._cache.session
+        if self._head is not None and session is not None:
+            logits = self._head.read(ids, positions[:, -n:], hidden, arrived.answer.logits, session)
+        else:
+            logits = self._traced.compute(ids, positions[:, -n:], lambda _: hidden)
+        here_s = entering_s + time.perf_counter() - started_at
+        hops_s = arrived.answer.hops_s
+        cost = PassCost(len(window.tokens), arrived.took_s, here_s, hops_s, arrived.is_alone)
+        return PassLogits(window.number, logits, cost)
+
+    def void_from(self, number: int) -> None:
+        """See ``ChainSession.void_from``."""
+        while self._sent and self._sent[-1][0].number >= number:
+            self._sent.pop()
+        if self._cache.session is not None:
+            self._cache.session.void_from(number)
+
+
+@functools.cache
+def _keeps_logits(family: type) -> bool:
+    """Can its forward be told how many logits are wanted?"""
+    return "logits_to_keep" in inspect.signature(family.forward).parameters  # type: ignore[attr-defined]
