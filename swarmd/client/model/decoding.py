@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,19 +38,20 @@ Loop = Callable[..., torch.Tensor]
 
 
 class ModelSpeculation:
-    """The draft sources of one model, and what passes through its chain take."""
+    """Who proposes tokens for one model, the first one first, and what passes through its chain take.
+
+    ``sources`` make one for each text; more can be added.
+    """
 
     def __init__(self, looks_up: bool, draft: DraftModel | None = None) -> None:
         self.costs = Costs()
-        self._looks_up = looks_up
-        self._draft = draft
+        self.sources: list[Callable[[], DraftSource]] = [Lookup] if looks_up else []
+        if draft is not None:
+            self.sources.append(partial(Draft, draft))
 
     def speculation(self) -> Speculation:
         """Make the speculation of one text."""
-        sources: list[DraftSource] = [Lookup()] if self._looks_up else []
-        if self._draft is not None:
-            sources.append(Draft(self._draft))
-        return Speculation(self.costs, sources)
+        return Speculation(self.costs, [make_source() for make_source in self.sources])
 
 
 def is_plain(

@@ -82,8 +82,8 @@ def remote_model(
 
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
-    ``last_speculation``, which draft tokens were tried in it (by ``speculation``; None: none are); and
-    ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a
+    ``speculation``, whose sources propose draft tokens (None: nobody does), and ``last_speculation``, which ones were
+    tried in the last ``generate``; and ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a
     head in 8 bits that cannot be.
     """
     model: Any = load_client_part(folder, dtype)
@@ -132,7 +132,8 @@ def remote_model(
         setattr(model.config, name, False)
     layout = skeleton.layout_of(model.config)
     _wrap_forward(model, call, lambda: client_parameters.lora_of(model, layers, layout.block_of))
-    _wrap_generate(model, layers, call, speculation or ModelSpeculation(looks_up=False), head)
+    model.speculation = speculation or ModelSpeculation(looks_up=False)
+    _wrap_generate(model, layers, call, head)
     return model
 
 
@@ -285,9 +286,7 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _wrap_generate(
-    model: Any, layers: list[Any], call: _Call, model_speculation: ModelSpeculation, head: HeadBy
-) -> None:
+def _wrap_generate(model: Any, layers: list[Any], call: _Call, head: HeadBy) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate = model.generate
     cache_name = _cache_name(model)
@@ -308,7 +307,8 @@ def _wrap_generate(
         call.generating = cache
         cache.n_expected = 1 if inputs is None else int(inputs.shape[1])
         is_own = can_crop and len(args) < 2 and decoding.is_plain(model, inputs, config, kwargs)
-        speculation = model_speculation.speculation() if is_own else Speculation(model_speculation.costs, ())
+        tries: ModelSpeculation = model.speculation
+        speculation = tries.speculation() if is_own else Speculation(tries.costs, ())
         if is_own:
             usable_trace = traced if traced is not None and traced.is_current else None
             usable_head = swarm_head if usable_trace is not None and swarm_head is not None else None
