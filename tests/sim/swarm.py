@@ -59,7 +59,30 @@ class ToyCache:
     is_plain = False
 
     def __init__(self, hop: Span) -> None:
-        self.sums = {block: torch.zeros(HIDDEN) for block in range(hop.start, hop.end)}
+        self._sums = {block: [torch.zeros(HIDDEN)] for block in range(hop.start, hop.end)}  # after each token
+
+    def add(self, block: int, row: torch.Tensor) -> torch.Tensor:
+        """Remember a token's row at a block; returns the sum of all."""
+        self._sums[block].append(self._sums[block][-1] + row)
+        return self._sums[block][-1]
+
+    def crop(self, n_tokens: int) -> None:
+        for sums in self._sums.values():
+            assert n_tokens < len(sums)
+            del sums[len(sums) - n_tokens :]
+
+    def refuses_crop(self, n_tokens: int) -> str:
+        return ""
+
+    def export_state(self) -> dict[str, torch.Tensor]:
+        return {f"sums.{block}": torch.stack(sums) for block, sums in self._sums.items()}
+
+    def restore_untrusted(
+        self, tensors: dict[str, torch.Tensor], example: ToyCache, n_rows: int, n_tokens: int
+    ) -> None:
+        for block in self._sums:
+            self._sums[block] = list(tensors[f"sums.{block}"])
+            assert len(self._sums[block]) == 1 + n_tokens
 
     def record_past(self) -> None: ...
 
@@ -102,9 +125,8 @@ class ToySpan:
         out = piece.hidden.clone()
         for token in range(out.shape[1]):
             for block in range(hop.start, hop.end):
-                sums = piece.cache.sums
-                sums[block] = sums[block] + out[0, token]
-                out[0, token] = torch.tanh(out[0, token] + 0.3 * sums[block] + 0.01 * block)
+                total = piece.cache.add(block, out[0, token])
+                out[0, token] = torch.tanh(out[0, token] + 0.3 * total + 0.01 * block)
         return self.lie(out)
 
 

@@ -179,7 +179,7 @@ class Statements:
         if predecessor is not None:
             try:
                 hidden, _ = await self._fetch_outputs(predecessor, 0, end)
-            except TokensNotShown as error:  # its own audit will say so
+            except (TokensNotShown, ExcusedHop) as error:  # its own audit will say so
                 raise NoConclusion(str(error)) from None
         if hidden.shape[1] != end or positions.shape[1] != end:
             raise NoConclusion("the session went back behind what is audited")

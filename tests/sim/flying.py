@@ -1,0 +1,142 @@
+"""A text that is generated with windows in flight over a simulated chain, and what the whole model says."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import trio
+
+from swarmd.client.links.ops import StepInput
+from swarmd.client.model.speculation import Costs, PassCost, Speculation
+from swarmd.client.sessions.session import ChainSession
+from swarmd.client.sessions.step_state import WindowAnswer
+from swarmd.plan.chains.flight import Flight, Window
+from swarmd.protocol.wire.messages import Edit
+from tests.sim.swarm import HIDDEN, Reference
+
+VOCABULARY = 64
+TABLE = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(3))
+PROMPT = [5, 9, 2, 7]
+
+
+def embed(tokens: Sequence[int]) -> torch.Tensor:
+    return TABLE[list(tokens)].unsqueeze(0)
+
+
+def choose(out: torch.Tensor) -> int:
+    """The token after one whose last hidden states these are: it depends on every bit of them."""
+    return int((out.double() * 1e6).sum().round()) % VOCABULARY
+
+
+def plain_text(n_tokens: int, n_blocks: int) -> list[int]:
+    """What the whole model says, token by token."""
+    reference = Reference(n_blocks)
+    out = reference.step(embed(PROMPT))
+    text = list(PROMPT)
+    while len(text) < len(PROMPT) + n_tokens:
+        text.append(choose(out[0, -1]))
+        out = reference.step(embed(text[-1:]))
+    return text
+
+
+class ScriptedSource:
+    """Knows the text, and says each token rightly with a fixed chance."""
+
+    def __init__(self, text: Sequence[int], chance: float, each_s: float, rng: random.Random) -> None:
+        self.each_s = each_s
+        self._text = text
+        self._chance = chance
+        self._rng = rng
+
+    def begin(self, prompt: Sequence[int]) -> None: ...
+
+    def end(self) -> None: ...
+
+    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
+        first = len(text) + len(tried)
+        right = self._text[first : first + max_tokens]
+        return [token if self._rng.random() < self._chance else (token + 1) % VOCABULARY for token in right]
+
+
+class FlyingText:
+    """Generates over one session, as the library and the gateway do; answers come in a task of their own."""
+
+    def __init__(self, session: ChainSession, source: ScriptedSource, n_tokens: int) -> None:
+        self.session = session
+        self.speculation = Speculation(Costs(), [source])
+        self.text = list(PROMPT)
+        self._each_s = source.each_s
+        self._n_tokens = len(PROMPT) + n_tokens
+        self._sent: dict[int, Window] = {}
+        self._arrived: deque[WindowAnswer] = deque()
+        self._wake = trio.Event()
+
+    async def run(self) -> list[int]:
+        """Generate all tokens. Raises SwarmError."""
+        positions = torch.arange(len(PROMPT), dtype=torch.int32).unsqueeze(0)
+        out = await self.session.step(StepInput(embed(PROMPT), positions, want=1))
+        assert out is not None
+        self.text.append(choose(out[0, -1]))
+        flight = Flight(self.text, self.text[:-1], self.session.chain.position.seq + 1)
+        assert self.session.can_fly
+        self.speculation.start(flight, self._n_tokens, can_fly=True, now=trio.current_time())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._receive)
+            while len(self.text) < self._n_tokens:
+                await self._go_on()
+            nursery.cancel_scope.cancel()
+        return self.text
+
+    async def _receive(self) -> None:
+        while True:
+            answer = await self.session.receive()
+            if answer is None:
+                await trio.sleep(0.001)
+                continue
+            self._arrived.append(answer)
+            self._wake.set()
+
+    async def _go_on(self) -> None:
+        speculation = self.speculation
+        now = trio.current_time()
+        if speculation.is_due(now):
+            window = speculation.next_window(now)
+            self._sent[window.number] = window
+            assert await self.session.send(step_of(window)) == window.number
+            return
+        if self._arrived:
+            self._take(self._arrived.popleft())
+        elif speculation.can_draft:
+            await trio.sleep(self._each_s)
+            speculation.draft()
+        else:
+            self._wake = trio.Event()
+            with trio.move_on_after(0.01 + (speculation.patience_s(now) or 0.0)):
+                await self._wake.wait()
+
+    def _take(self, answer: WindowAnswer) -> None:
+        speculation = self.speculation
+        window = self._sent.pop(answer.seq)
+        hops_s = tuple(max(0.001, seconds) for seconds in answer.answer.hops_s)
+        cost = PassCost(len(window.tokens), answer.took_s, 0.0, hops_s, answer.is_alone)
+        if speculation.begin_answer(window.number, cost) is None:
+            return
+        n_before = len(self.text)
+        for row in answer.answer.hidden[0]:
+            if len(self.text) == self._n_tokens or not speculation.take(choose(row)):
+                break
+        void_from = speculation.end_answer(len(self.text) - n_before, trio.current_time())
+        if void_from is not None:
+            self.session.void_from(void_from)
+
+
+def step_of(window: Window, **changes: Any) -> StepInput:
+    """A window as a session takes it."""
+    n = len(window.tokens)
+    positions = torch.arange(window.n_before, window.n_before + n, dtype=torch.int32).unsqueeze(0)
+    edits = (Edit(crop=window.n_cropped),) if window.n_cropped else ()
+    return StepInput(embed(window.tokens), positions, edits, want=window.n_wanted, **changes)

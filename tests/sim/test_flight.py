@@ -1,0 +1,69 @@
+"""Windows in flight, whatever is lost, late or killed: the text is the one that the whole model says.
+
+Real daemons, clients and engines in virtual time, seeded: every run has other delays between all peers, other tries,
+and another hop that is struck, in another way, at another moment. Real processes: tests/real/test_flight.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from swarmd.net.sim import SimLink
+from swarmd.values import PeerId
+from tests.sim.chain import N_HOPS, Generation, generation
+from tests.sim.flying import FlyingText, ScriptedSource, plain_text
+
+N_TOKENS = 40
+N_BLOCKS = 6
+IN_CI = 12  # of the seeds
+
+
+async def strike_later(run: Generation, victim: PeerId, way: str, after_s: float) -> None:
+    """Strike one hop of the chain."""
+    await trio.sleep(after_s)
+    if way == "crash":
+        run.swarm.crash(victim)
+    elif way == "silence":
+        run.swarm.silence(victim)
+    elif way == "worker dies":
+        run.swarm.workers[victim].kill()
+    elif way == "worker stops":
+        run.swarm.workers[victim].stop()
+    elif way == "leaves":
+        run.swarm.daemons[victim][0].hosts.drain()
+
+
+def spread_delays(run: Generation, rng: random.Random) -> None:
+    """Every pair of peers has a delay of its own: what overtakes what differs from run to run."""
+    networks = list(run.swarm.world.networks)
+    for source in networks:
+        for target in networks:
+            run.swarm.world.links[source, target] = SimLink(latency_s=rng.choice([0.001, 0.02, 0.05, 0.12]))
+
+
+SEEDS = [pytest.param(seed, marks=() if seed < IN_CI else pytest.mark.prove) for seed in range(200)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_the_text_is_that_of_the_whole_model(virtual_time: MockClock, seed: int) -> None:
+    rng = random.Random(seed)
+    expected = plain_text(N_TOKENS, N_BLOCKS)
+    async with generation() as run:
+        spread_delays(run, rng)
+        source = ScriptedSource(expected, rng.choice([0.5, 0.8, 0.95]), rng.choice([0.002, 0.015]), rng)
+        flying = FlyingText(run.session, source, N_TOKENS)
+        victim = run.peers[rng.randrange(N_HOPS)]
+        way = rng.choice(["crash", "silence", "worker dies", "worker stops", "leaves", "nothing"])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(strike_later, run, victim, way, rng.uniform(0.0, 1.5))
+            assert await flying.run() == expected
+            nursery.cancel_scope.cancel()
+        speculation = flying.speculation
+        assert speculation.n_taken > 0 or "nothing is tried ahead" in speculation.reason
+        doubted = {doubt.hop[-8:] for doubt in run.session.statistics.doubts}
+        blamed = {peer[-8:] for peer, _ in run.session.statistics.blamed}
+        assert doubted | blamed <= ({victim[-8:]} if way != "nothing" else set()), "void work is nobody's fault"
