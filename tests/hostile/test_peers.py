@@ -80,6 +80,25 @@ async def test_ops_without_session_or_by_strangers_are_refused(virtual_time: tri
         assert await s.attacker.codes_for(s.server, close) == [Code.STRANGER]
 
 
+async def test_nobody_has_ops_of_others_void(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:  # whose victim goes on after it, and gets every token
+        void = messages.Void(session=s.victim.key, epoch=1, first=4, last=9)
+        assert await s.attacker.codes_for(s.server, void) == [Code.STRANGER]
+        assert await s.attacker.codes_for(s.server, messages.Void(session=KEY, epoch=1, first=1, last=1)) == [
+            Code.NO_SESSION
+        ]
+
+
+async def test_what_builds_upon_void_ops_is_refused(virtual_time: trio.testing.MockClock) -> None:
+    async with scene() as s:
+        await s.attacker.open(s.server, session=KEY)
+        floods = [messages.Void(session=KEY, epoch=1, first=1, last=last) for last in (1, 1, 3, 10**6)]
+        for flood in floods:  # the first counts, and the third
+            assert await s.attacker.codes_for(s.server, flood) == []
+        assert await s.attacker.codes_for(s.server, *op(seq=1)) == []
+        assert await s.attacker.codes_for(s.server, *op(seq=2)) == [Code.BAD_SHAPE]
+
+
 async def test_an_op_before_the_first_ends_no_worker(virtual_time: trio.testing.MockClock) -> None:
     async with scene() as s:  # what was resent of it was no message: the worker ended, and all sessions on it
         await s.attacker.open(s.server, session=KEY)
@@ -97,6 +116,7 @@ async def test_an_op_before_the_first_ends_no_worker(virtual_time: trio.testing.
         ({"fill": float("nan")}, Code.NOT_FINITE),
         ({"fill": float("inf")}, Code.NOT_FINITE),
         ({"n_tokens": 65}, Code.TOO_LONG),
+        ({"tensor": None, "absent": 65}, Code.TOO_LONG),
         ({"edits": (Edit(crop=5),)}, Code.BAD_SHAPE),
         ({"edits": (Edit(rows=(0, 3)),)}, Code.BAD_SHAPE),
         ({"base": (1, 3), "silent_through": 9}, Code.OP_GAP),

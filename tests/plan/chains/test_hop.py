@@ -20,8 +20,9 @@ from swarmd.plan.chains.hop import (
     accept_op,
     judge_op,
 )
+from swarmd.plan.chains.void_ops import MOST_WINDOWS, VoidOps
 from swarmd.plan.chains.watch import PROGRESS_INTERVAL_S, SUSPECT_AFTER_S
-from swarmd.protocol.wire.messages import Edit, Inherited, Op, Reroute, count_changes
+from swarmd.protocol.wire.messages import Edit, Inherited, Op, Reroute, Void, count_changes
 from swarmd.values import PeerId, Span
 
 CLIENT = PeerId("client")
@@ -214,3 +215,50 @@ def test_a_hop_that_nobody_uses_expires(n_ops: int, is_client_here: bool, lease_
         served.finish(seq)
     assert not served.is_expired(lease_s, is_client_here)
     assert served.is_expired(lease_s + 1, is_client_here)
+
+
+# --- void ops ---------------------------------------------------------------------------------------------------
+
+
+def void(first: int, last: int, epoch: int = 1) -> Void:
+    return Void(session=SESSION, start=4, epoch=epoch, first=first, last=last)
+
+
+def test_ops_that_are_void_may_not_have_come_yet() -> None:
+    served = hop()
+    accept(served, 1)
+    assert served.note_void(void(2, 5))
+    assert [served.void.covers(seq) for seq in (1, 2, 5, 6)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (void(3, 2), "from behind to before"),
+        (void(0, 1), "ops are numbered from 1"),
+        (void(2, 2 + MOST_WINDOWS), "far beyond what came"),
+        (void(2, 3, epoch=2), "of a chain that is no more, or not yet"),
+    ],
+)
+def test_what_no_client_has_to_say_is_void_nowhere(message: Void, why: str) -> None:
+    served = hop()
+    accept(served, 1)
+    assert not served.note_void(message), why
+    assert not any(served.void.covers(seq) for seq in range(2 * MOST_WINDOWS)), why
+
+
+def test_a_flood_of_voids_costs_the_worker_no_frames() -> None:
+    served = hop()
+    accept(served, 1)
+    n_passed_on = sum(served.note_void(void(2, last)) for last in [*range(2, 200), *range(2, 200)] for _ in range(3))
+    assert n_passed_on == 1, "each has to name ops beyond those named before"
+    n_passed_on = sum(served.note_void(void(first, first)) for first in range(1_000))
+    assert n_passed_on <= MOST_WINDOWS
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=50), st.integers(0, 60))
+def test_only_named_ops_are_void(named: list[tuple[int, int]], received: int) -> None:
+    ops = VoidOps()
+    taken = [(first, last) for first, last in named if ops.add(first, last, received)]
+    for seq in range(received, 200):
+        assert ops.covers(seq) == any(first <= seq <= last for first, last in taken)
