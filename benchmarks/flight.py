@@ -3,9 +3,9 @@
     python -m benchmarks.flight [--one-way-ms 50 20 0] [--chance 0.7 0.8 0.9] [--rounds 3] [--tokens 96] [--only llama]
 
 A scripted source knows how the text goes on, says so with a fixed chance (seeded), and takes 15 ms for each token: so
-the engine is measured, and not a draft. Tokens/s after the first, greedy, the three ways in turns within one run. Beside
-them the formula of pipelined speculation, (1/(1 - a)) / (L + (1/(1 - a) - 1) d), with L as plain decoding has it in the
-same run, and what frames became void, and how many of those hops computed all the same.
+the engine is measured, and not a draft. Tokens/s after the first, greedy, the three ways in turns within one run.
+Beside them the formula of pipelined speculation, (1/(1 - a)) / (L + (1/(1 - a) - 1) d), with L as plain decoding has it
+in the same run; how many windows were sent, and how many became void.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,32 +32,12 @@ from swarmd.client.sessions.session import ChainSession
 from swarmd.plan.chains.routing import Hop
 from swarmd.values import PeerId, Span
 from tests.real.smollm2 import smollm2
+from tests.scripted_source import ScriptedSource
 
 SPANS = {"llama": ((0, 3), (3, 6), (6, 8)), "smollm2": ((0, 10), (10, 20), (20, 30))}
 DRAFT_S = 0.015
 N_PROMPT = 64
 WAYS = ("plain", "one window", "in flight")
-
-
-class Scripted:
-    """Says how a known text goes on, each token rightly with a fixed chance, for ``DRAFT_S`` a token."""
-
-    each_s = DRAFT_S
-
-    def __init__(self, text: Sequence[int], chance: float, seed: int) -> None:
-        self._text = text
-        self._chance = chance
-        self._rng = random.Random(seed)
-
-    def begin(self, prompt: Sequence[int]) -> None: ...
-
-    def end(self) -> None: ...
-
-    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
-        first = len(text) + len(tried)
-        right = self._text[first : first + max_tokens]
-        time.sleep(DRAFT_S * len(right))
-        return [token if self._rng.random() < self._chance else 0 for token in right]
 
 
 def client(settings: dict[str, Any]) -> None:
@@ -73,7 +53,7 @@ def client(settings: dict[str, Any]) -> None:
         for number in range(1 + settings["rounds"]):  # the first warms up
             for chance in settings["chances"]:
                 for way in WAYS if number % 2 else WAYS[::-1]:
-                    source = Scripted(text, chance, number)
+                    source = ScriptedSource(text, chance, DRAFT_S, random.Random(number), time.sleep)
                     model.speculation.sources = [] if way == "plain" else [lambda source=source: source]
                     ChainSession.can_fly = can_fly if way == "in flight" else False  # type: ignore[assignment, method-assign]
                     same, speed = generate(model, start, settings["tokens"] if number else 24)
@@ -100,10 +80,10 @@ def report(which: str, one_way_ms: float, found: dict[str, dict[str, list[list[f
         run = 1 / (1 - float(chance))
         possible = run / (1 / plain + (run - 1) * DRAFT_S)
         steps, void, tried, taken = (statistics.median(row[n] for row in ways["in flight"]) for n in (1, 2, 3, 4))
+        speeds = f"{plain:.2f} | {window:.2f} | {flight:.2f} | {flight / plain:.2f} | {flight / window:.2f}"
         print(
-            f"| {which} | {one_way_ms:g} | {chance} | {plain:.2f} | {window:.2f} | {flight:.2f} | {flight / plain:.2f} | "
-            f"{flight / window:.2f} | {possible:.1f} ({flight / possible:.2f}) | {steps:.0f}, {void:.0f} void | "
-            f"{taken:.0f} of {tried:.0f} |",
+            f"| {which} | {one_way_ms:g} | {chance} | {speeds} | {possible:.1f} ({flight / possible:.2f}) | "
+            f"{steps:.0f}, {void:.0f} void | {taken:.0f} of {tried:.0f} |",
             flush=True,
         )
 
@@ -131,8 +111,8 @@ def main() -> None:
                 make_checkpoint(folder, 512)
             settings = {"chances": options.chance, "rounds": options.rounds, "tokens": options.tokens}
             for one_way_ms in options.one_way_ms:
-                run = (told_by_client, "benchmarks.flight", one_way_ms, spans, {"bench": folder})
-                report(which, one_way_ms, trio.run(lambda run=run: run[0](*run[1:], **settings)))
+                measure = partial(told_by_client, "benchmarks.flight", one_way_ms, spans, {"bench": folder}, **settings)
+                report(which, one_way_ms, trio.run(measure))
 
 
 if __name__ == "__main__":

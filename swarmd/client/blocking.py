@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import trio
 
+from swarmd.client.links.answers import WindowAnswer
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import ServedLogits, SessionOptions, Statistics
 from swarmd.client.links.ops import StepInput
@@ -26,7 +27,6 @@ from swarmd.client.model.draft import DraftModel
 from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.sessions.step_state import WindowAnswer
 from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
 from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
@@ -62,7 +62,7 @@ class BlockingSession:
         self._swarm = swarm
         self._answers: queue.SimpleQueue[torch.Tensor | BaseException | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[WindowAnswer | BaseException] = queue.SimpleQueue()
-        self._work: deque[StepInput | _SentWindow | _Void | None] = deque()
+        self._work: deque[StepInput | _OutgoingWindow | _Void | None] = deque()
         self._wake = trio.Event()
         self._is_receiving = False
         self._is_closed = False
@@ -106,7 +106,7 @@ class BlockingSession:
 
     def send(self, number: int, step: StepInput) -> None:
         """See ChainSession.send; does not wait."""
-        self._submit(_SentWindow(number, step))
+        self._submit(_OutgoingWindow(number, step))
 
     def receive(self, timeout_s: float | None) -> WindowAnswer | None:
         """See ChainSession.receive; waits for so long at most (None: as long as it takes)."""
@@ -150,12 +150,12 @@ class BlockingSession:
         """Wait until its hops are given back and what is left of it is checked; it must have been closed."""
         self._is_over.wait(timeout_s)
 
-    def _submit(self, work: StepInput | _SentWindow | _Void) -> None:
+    def _submit(self, work: StepInput | _OutgoingWindow | _Void) -> None:
         if self._is_closed:
             raise ConfigError("this session was closed")
         self._thread.soon(self._enqueue, work)
 
-    def _enqueue(self, work: StepInput | _SentWindow | _Void | None) -> None:
+    def _enqueue(self, work: StepInput | _OutgoingWindow | _Void | None) -> None:
         self._work.append(work)
         self._wake.set()
 
@@ -179,11 +179,11 @@ class BlockingSession:
             finally:
                 self._is_over.set()
 
-    async def _do(self, work: StepInput | _SentWindow | _Void, nursery: trio.Nursery) -> None:
+    async def _do(self, work: StepInput | _OutgoingWindow | _Void, nursery: trio.Nursery) -> None:
         session = self.chain_session
         if isinstance(work, _Void):
             session.void_from(work.number)
-        elif isinstance(work, _SentWindow):
+        elif isinstance(work, _OutgoingWindow):
             try:
                 seq = await session.send(work.step)
             except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the answer
@@ -211,7 +211,7 @@ class BlockingSession:
 
 
 @dataclass(frozen=True, slots=True)
-class _SentWindow:
+class _OutgoingWindow:
     """A window is to be sent, with this number."""
 
     number: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import torch
 import trio
 
+from swarmd.client.links.answers import WindowAnswer
 from swarmd.client.links.ops import StepInput
 from swarmd.client.model.speculation import Costs, PassCost, Speculation
 from swarmd.client.sessions.session import ChainSession
-from swarmd.client.sessions.step_state import WindowAnswer
-from swarmd.plan.chains.flight import Flight, Window
+from swarmd.plan.chains.flight import Flight, TokenWindow
 from swarmd.protocol.wire.messages import Edit
+from tests.scripted_source import ScriptedSource
 from tests.sim.swarm import HIDDEN, Reference
 
 VOCABULARY = 64
@@ -28,8 +28,8 @@ def embed(tokens: Sequence[int]) -> torch.Tensor:
 
 
 def choose(out: torch.Tensor) -> int:
-    """The token after one whose last hidden states these are: it depends on every bit of them."""
-    return int((out.double() * 1e6).sum().round()) % VOCABULARY
+    """The token after one whose last hidden states these are: it depends on every bit of them, and is never WRONG."""
+    return 1 + int((out.double() * 1e6).sum().round()) % (VOCABULARY - 1)
 
 
 def plain_text(n_tokens: int, n_blocks: int) -> list[int]:
@@ -43,25 +43,6 @@ def plain_text(n_tokens: int, n_blocks: int) -> list[int]:
     return text
 
 
-class ScriptedSource:
-    """Knows the text, and says each token rightly with a fixed chance."""
-
-    def __init__(self, text: Sequence[int], chance: float, each_s: float, rng: random.Random) -> None:
-        self.each_s = each_s
-        self._text = text
-        self._chance = chance
-        self._rng = rng
-
-    def begin(self, prompt: Sequence[int]) -> None: ...
-
-    def end(self) -> None: ...
-
-    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
-        first = len(text) + len(tried)
-        right = self._text[first : first + max_tokens]
-        return [token if self._rng.random() < self._chance else (token + 1) % VOCABULARY for token in right]
-
-
 class FlyingText:
     """Generates over one session, as the library and the gateway do; answers come in a task of their own."""
 
@@ -71,7 +52,7 @@ class FlyingText:
         self.text = list(PROMPT)
         self._each_s = source.each_s
         self._n_tokens = len(PROMPT) + n_tokens
-        self._sent: dict[int, Window] = {}
+        self._sent: dict[int, TokenWindow] = {}
         self._arrived: deque[WindowAnswer] = deque()
         self._wake = trio.Event()
 
@@ -134,7 +115,7 @@ class FlyingText:
             self.session.void_from(void_from)
 
 
-def step_of(window: Window, **changes: Any) -> StepInput:
+def step_of(window: TokenWindow, **changes: Any) -> StepInput:
     """A window as a session takes it."""
     n = len(window.tokens)
     positions = torch.arange(window.n_before, window.n_before + n, dtype=torch.int32).unsqueeze(0)

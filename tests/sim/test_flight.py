@@ -14,8 +14,9 @@ from trio.testing import MockClock
 
 from swarmd.net.sim import SimLink
 from swarmd.values import PeerId
+from tests.scripted_source import ScriptedSource
 from tests.sim.chain import N_HOPS, Generation, generation
-from tests.sim.flying import FlyingText, ScriptedSource, plain_text
+from tests.sim.flying import FlyingText, plain_text
 
 N_TOKENS = 40
 N_BLOCKS = 6

@@ -19,7 +19,7 @@ from swarmd.client.model.remote_cache import RemoteCache
 from swarmd.client.model.speculation import PassCost
 from swarmd.client.model.swarm_head import SwarmHead
 from swarmd.client.model.traced_pass import StepPass
-from swarmd.plan.chains.flight import Window
+from swarmd.plan.chains.flight import TokenWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Passes(Protocol):
     def next_number(self) -> int:
         """The number of the next window."""
 
-    def send(self, window: Window) -> None:
+    def send(self, window: TokenWindow) -> None:
         """Send tokens on their way."""
 
     def receive(self, timeout_s: float | None) -> PassLogits | None:
@@ -94,9 +94,9 @@ class SinglePasses:
 
     def __init__(self, source: LogitsSource) -> None:
         self._source = source
-        self._window: Window | None = None
+        self._window: TokenWindow | None = None
 
-    def send(self, window: Window) -> None:
+    def send(self, window: TokenWindow) -> None:
         """Keep a window."""
         self._window = window
 
@@ -126,10 +126,10 @@ class FlyingPasses:
         self._cache = cache
         self._traced = traced
         self._head = head
-        self._sent: deque[tuple[Window, torch.Tensor, float]] = deque()  # its positions, and seconds until it was sent
+        self._sent: deque[tuple[TokenWindow, torch.Tensor, float]] = deque()  # positions, and seconds it took here
         self.next_number = cache.next_number
 
-    def send(self, window: Window) -> None:
+    def send(self, window: TokenWindow) -> None:
         """Compute the part before the swarm, and send it."""
         started_at = time.perf_counter()
         ids = torch.tensor([window.tokens])

@@ -10,10 +10,10 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from swarmd.client.links.answers import WindowAnswer
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import ServedLogits
 from swarmd.client.links.ops import StepInput
-from swarmd.client.sessions.step_state import WindowAnswer
 from swarmd.compute.cache.absent_layer import AbsentLayer
 from swarmd.compute.model import skeleton
 from swarmd.errors import CacheExhausted

@@ -83,8 +83,8 @@ def remote_model(
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
     ``speculation``, whose sources propose draft tokens (None: nobody does), and ``last_speculation``, which ones were
-    tried in the last ``generate``; and ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning (0 chooses). Raises ConfigError for a
-    head in 8 bits that cannot be.
+    tried in the last ``generate``; and ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning
+    (0 chooses). Raises ConfigError for a head in 8 bits that cannot be.
     """
     model: Any = load_client_part(folder, dtype)
     layers: list[Any] = list(skeleton.decoder_layers(model).children())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarmd.plan.chains.flight import MOST_AHEAD, PLAIN, WINDOW_TOKENS, ChainCosts, Flight, Window, choose_plan
+from swarmd.plan.chains.flight import MOST_AHEAD, PLAIN, WINDOW_TOKENS, ChainCosts, Flight, TokenWindow, choose_plan
 
 LOOK_BACK = 4_096  # tokens of a prompt that are looked through
 GRAMS = (4, 2)  # so many last tokens have to occur before, for what followed them to be tried; the longest first
@@ -276,7 +276,7 @@ class Speculation:
             return 0.0
         return max(0.0, self.next_at - now) if self.plan.flies and self._flight.n_unsent else None
 
-    def next_window(self, now: float) -> Window:
+    def next_window(self, now: float) -> TokenWindow:
         """Send what ``is_due``."""
         window = self._flight.next_window()
         chain = self.costs.chain()
@@ -285,7 +285,7 @@ class Speculation:
 
     # --- what became of it -----------------------------------------------------------------------------------
 
-    def begin_answer(self, number: int, cost: PassCost) -> Window | None:
+    def begin_answer(self, number: int, cost: PassCost) -> TokenWindow | None:
         """Return the window whose answer is here; None where it is void."""
         self.costs.measured(cost)
         return self._flight.begin_answer(number)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from swarmd.client.links.answers import OpAnswer
 from swarmd.client.links.link import HopLink, ServedLogits, SessionServices
 from swarmd.client.links.ops import WrongCount, read_answer, read_top
 from swarmd.client.links.timing import MOST_TOKENS
 from swarmd.client.sessions.chain import LEAVING_FOR_S, Chain
-from swarmd.client.sessions.step_state import OpAnswer, OpInFlight, OpsInFlight, WrongChains
+from swarmd.client.sessions.step_state import OpInFlight, OpsInFlight, WrongChains
 from swarmd.errors import CacheExhausted, Code, Refused, RemoteProtocolError
 from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault

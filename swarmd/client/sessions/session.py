@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import trio
 
+from swarmd.client.links.answers import OpAnswer, WindowAnswer
 from swarmd.client.links.link import Doubt, ServedLogits, SessionOptions, SessionServices
 from swarmd.client.links.ops import StepInput, count_tokens, split_step
 from swarmd.client.sessions.chain import Chain
@@ -25,11 +26,9 @@ from swarmd.client.sessions.requests import Requests
 from swarmd.client.sessions.reservations import Reservations
 from swarmd.client.sessions.step_state import (
     LONGEST_S,
-    OpAnswer,
     OpInFlight,
     OpsInFlight,
     SentWindow,
-    WindowAnswer,
     WrongChains,
 )
 from swarmd.errors import ConfigError, SwarmError

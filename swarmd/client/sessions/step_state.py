@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmd.client.links.link import HopLink, ServedLogits
+from swarmd.client.links.answers import OpAnswer
+from swarmd.client.links.link import HopLink
 from swarmd.errors import Code, Refused, SwarmError, SwarmUnavailable
 from swarmd.values import PeerId
 from swarmd.wire.history import SentOp
@@ -46,18 +47,6 @@ class OpInFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class OpAnswer:
-    """What came back of an op: hidden [b, t, d], zeros where it was not wanted, and logits that the last hop gave.
-
-    ``hops_s``: seconds that it took to compute at each hop; none where hops do not tell.
-    """
-
-    hidden: torch.Tensor
-    logits: ServedLogits | None = None
-    hops_s: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class SentWindow:
     """An op of tokens that were tried ahead, by its number; its tokens are behind ``n_before`` others."""
 
@@ -65,16 +54,6 @@ class SentWindow:
     n_before: int
     sent_at: float
     is_alone: bool  # when it was sent, nothing else was under way
-
-
-@dataclass(frozen=True, slots=True)
-class WindowAnswer:
-    """The answer of a window; ``took_s`` from when it was sent, which is a trip where it ``is_alone``."""
-
-    seq: int
-    answer: OpAnswer
-    took_s: float
-    is_alone: bool
 
 
 class OpsInFlight:

@@ -15,7 +15,7 @@ from swarmd.client.model.swarm_head import HeadChecks, are_enough
 from swarmd.client.sessions.session import ChainSession
 from swarmd.gateway.generation.answer import Answer
 from swarmd.gateway.generation.head import ServerLogits
-from swarmd.plan.chains.flight import Flight, Window
+from swarmd.plan.chains.flight import Flight, TokenWindow
 from swarmd.protocol.wire.messages import Edit
 
 
@@ -79,8 +79,8 @@ class GenerationRow:
         self._n_shared = n_shared
         self._flight: Flight | None = None
         self._flies = False  # may windows be under way together?
-        self._window: Window | None = None  # sent next, or last
-        self._sent: dict[int, Window] = {}
+        self._window: TokenWindow | None = None  # sent next, or last
+        self._sent: dict[int, TokenWindow] = {}
         self._step: StepInput | None = None  # waits to be sent, and for its answer
         self._void_from: int | None = None
         self._earlier_doubts: list[Doubt] = []  # of sessions that this answer outgrew
@@ -203,7 +203,7 @@ class GenerationRow:
         self._begin_answer(window, PassCost(len(window.tokens), arrived.took_s, 0.0, answer.hops_s, arrived.is_alone))
         return answer.hidden[0, -window.n_wanted :], answer.logits
 
-    def _begin_answer(self, window: Window, cost: PassCost) -> None:
+    def _begin_answer(self, window: TokenWindow, cost: PassCost) -> None:
         if len(window.tokens) > window.n_wanted:  # a grammar forced some, which are no tries
             cost = replace(cost, is_alone=False)
         self.answer.speculation.begin_answer(window.number, cost)

@@ -149,7 +149,7 @@ def _chance_at(chances: Sequence[float], place: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TokenWindow:
     """Tokens that travel as one op, behind ``n_before`` of the text; the last ``n_cropped`` are dropped before them.
 
     Of the last ``n_wanted`` the answer decides what follows them.
@@ -178,7 +178,7 @@ class Flight:
         self.text = text
         self.tried: list[int] = []
         self.cached = cached  # what caches hold once all is there that is under way, void tokens included
-        self._windows: deque[Window] = deque()  # under way, and not void
+        self._windows: deque[TokenWindow] = deque()  # under way, and not void
         self._n_sent = len(cached)  # of text and tried
         self._next_number = next_number
         self._void_from: int | None = None
@@ -198,21 +198,21 @@ class Flight:
         """Tokens that the caches hold beyond what is sent of the present text."""
         return len(self.cached) - self._n_sent
 
-    def next_window(self) -> Window:
+    def next_window(self) -> TokenWindow:
         """Send what is not sent yet, WINDOW_TOKENS tries at most."""
         first = self._n_sent
         tried = self.tried[max(0, first - len(self.text)) :][:WINDOW_TOKENS]
         known = self.text[first:]
         n_wanted = len(tried) + bool(known)
         tokens = (*known, *tried)
-        window = Window(self._next_number, first, tokens, n_wanted, self.n_to_crop)
+        window = TokenWindow(self._next_number, first, tokens, n_wanted, self.n_to_crop)
         self._next_number += 1
         self.cached[first:] = tokens
         self._n_sent = len(self.cached)
         self._windows.append(window)
         return window
 
-    def begin_answer(self, number: int) -> Window | None:
+    def begin_answer(self, number: int) -> TokenWindow | None:
         """Return the window whose answer is here; None where that is void."""
         if not self._windows or self._windows[0].number != number:
             return None

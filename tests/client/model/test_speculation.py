@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from swarmd.client.model.speculation import Costs, Lookup, PassCost, Speculation
-from swarmd.plan.chains.flight import Flight, Window
+from swarmd.plan.chains.flight import Flight, TokenWindow
+from tests.scripted_source import ScriptedSource
 
 
 class TimedChain:
@@ -38,7 +39,7 @@ class TimedChain:
         flight = Flight(tokens, tokens[:-1], 0)
         self.now = 0.0
         speculation.start(flight, len(self.text), can_fly, self.now)
-        under_way: deque[tuple[float, Window, bool]] = deque()
+        under_way: deque[tuple[float, TokenWindow, bool]] = deque()
         while len(tokens) < len(self.text):
             if speculation.is_due(self.now):
                 window = speculation.next_window(self.now)
@@ -74,7 +75,7 @@ class TimedChain:
         assert tokens == list(self.text)
         return (len(self.text) - n_prompt - 1) * self.one_s / self.now
 
-    def _answer_at(self, window: Window) -> float:
+    def _answer_at(self, window: TokenWindow) -> float:
         at = self.now
         for hop, begun in enumerate(self._begun):
             begin = max(at + self.way_s, self._free_at[hop])
@@ -89,25 +90,6 @@ class TimedChain:
         for hop, begun in enumerate(self._begun):
             begun[:] = [entry for entry in begun if entry[2] < void_from or entry[0] < heard_at]
             self._free_at[hop] = max((end for _, end, _ in begun), default=0.0)
-
-
-class Oracle:
-    """Is right with a fixed chance, token by token, and takes ``each_s`` for each."""
-
-    def __init__(self, text: Sequence[int], chance: float, each_s: float, seed: int = 1) -> None:
-        self.each_s = each_s
-        self._text = text
-        self._chance = chance
-        self._rng = random.Random(seed)
-
-    def begin(self, prompt: Sequence[int]) -> None: ...
-
-    def end(self) -> None: ...
-
-    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
-        first = len(text) + len(tried)
-        right = self._text[first : first + max_tokens]
-        return [token if self._rng.random() < self._chance else -1 for token in right]
 
 
 def erratic(n: int, seed: int) -> list[int]:
@@ -175,9 +157,9 @@ def test_what_waits_for_others_is_no_trip() -> None:
 
 def test_a_source_that_is_right_is_asked_when_another_knows_nothing() -> None:
     rng = random.Random(5)
-    text = [rng.randrange(1_000) for _ in range(300)]
+    text = [rng.randrange(1, 1_000) for _ in range(300)]
     chain = TimedChain(text, 1.0, 0.1)
-    speculation = Speculation(chain.costs, [Lookup(), Oracle(text, 1.0, 0.05)])
+    speculation = Speculation(chain.costs, [Lookup(), ScriptedSource(text, 1.0, 0.05, random.Random(1))])
     assert chain.generate(10, speculation) > 3
     assert speculation.n_taken == speculation.n_sent > 150
 
@@ -186,7 +168,7 @@ def test_a_source_that_is_right_is_asked_when_another_knows_nothing() -> None:
 
 
 def formula(chance: float, trip_s: float, each_s: float) -> float:
-    """Tokens a second of windows in flight: shared/facts/wan-speculation.md."""
+    """Tokens a second of windows in flight: docs/performance.md."""
     run = 1 / (1 - chance)
     return run / (trip_s + (run - 1) * each_s)
 
@@ -194,13 +176,16 @@ def formula(chance: float, trip_s: float, each_s: float) -> float:
 @pytest.mark.parametrize("chance", [0.7, 0.8, 0.9])
 def test_windows_in_flight_come_near_what_can_be(chance: float) -> None:
     rng = random.Random(2)
-    text = [rng.randrange(1_000) for _ in range(3_000)]
+    text = [rng.randrange(1, 1_000) for _ in range(3_000)]
     chain = TimedChain(text, 0.22, 0.003, n_hops=3, computing=0.1)
-    speculation = Speculation(chain.costs, [Oracle(text, chance, 0.015)])
+    speculation = Speculation(chain.costs, [ScriptedSource(text, chance, 0.015, random.Random(1))])
     speed = chain.generate(10, speculation, can_fly=True) / 0.22
     assert speed > 0.9 * formula(chance, 0.22, 0.015), speculation.reason
     one_window = TimedChain(text, 0.22, 0.003, n_hops=3, computing=0.1)
-    slower = one_window.generate(10, Speculation(one_window.costs, [Oracle(text, chance, 0.015)])) / 0.22
+    slower = (
+        one_window.generate(10, Speculation(one_window.costs, [ScriptedSource(text, chance, 0.015, random.Random(1))]))
+        / 0.22
+    )
     assert speed > 1.2 * slower
 
 
@@ -208,7 +193,7 @@ def test_windows_in_flight_come_near_what_can_be(chance: float) -> None:
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6])
 def test_in_flight_too_tries_cost_less_than_three_percent(chance: float, computing: float) -> None:
     rng = random.Random(3)
-    text = [rng.randrange(1_000) for _ in range(1_000)]
+    text = [rng.randrange(1, 1_000) for _ in range(1_000)]
     chain = TimedChain(text, 0.1, 0.02 * computing, n_hops=3, computing=computing)
-    speculation = Speculation(chain.costs, [Lookup(), Oracle(text, chance, 0.03)])
+    speculation = Speculation(chain.costs, [Lookup(), ScriptedSource(text, chance, 0.03, random.Random(1))])
     assert chain.generate(10, speculation, can_fly=True) > 0.97, speculation.reason

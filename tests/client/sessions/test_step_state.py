@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swarmd.client.links.answers import OpAnswer
 from swarmd.client.links.link import HopLink
 from swarmd.client.sessions.step_state import (
     LONGEST_S,
     MAX_WRONG,
     SLACK,
     SLOWEST_TOKENS_PER_S,
-    OpAnswer,
     OpInFlight,
     OpsInFlight,
     WrongChains,

@@ -16,7 +16,7 @@ from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.sampling import Sampling
 from swarmd.gateway.generation.schema_compiler import Compiler
 from swarmd.gateway.generation.token_bytes import TokenBytes
-from swarmd.plan.chains.flight import Window
+from swarmd.plan.chains.flight import TokenWindow
 
 N = 64  # tokens of the toy models below
 Model = Callable[[list[int]], torch.Tensor]
@@ -49,7 +49,7 @@ def run(
     take_piece()
     flight = answer.fly(list(options.prompt), 7, 1_000, can_fly, 0.0)
     speculation = answer.speculation
-    windows: deque[Window] = deque()
+    windows: deque[TokenWindow] = deque()
     now = 0.0
     while not answer.finish:
         while speculation.can_draft:
