@@ -36,8 +36,9 @@ from tests.scripted_source import ScriptedSource
 
 SPANS = {"llama": ((0, 3), (3, 6), (6, 8)), "smollm2": ((0, 10), (10, 20), (20, 30))}
 DRAFT_S = 0.015
+SECOND_CHANCE = 0.45  # that a second choice is right where the first is not
 N_PROMPT = 64
-WAYS = ("plain", "one window", "in flight")
+WAYS = ("plain", "one window", "in flight", "second choices")
 
 
 def client(settings: dict[str, Any]) -> None:
@@ -53,9 +54,10 @@ def client(settings: dict[str, Any]) -> None:
         for number in range(1 + settings["rounds"]):  # the first warms up
             for chance in settings["chances"]:
                 for way in WAYS if number % 2 else WAYS[::-1]:
-                    source = ScriptedSource(text, chance, DRAFT_S, random.Random(number), time.sleep)
+                    second = SECOND_CHANCE if way == WAYS[3] else 0.0
+                    source = ScriptedSource(text, chance, DRAFT_S, random.Random(number), second, time.sleep)
                     model.speculation.sources = [] if way == "plain" else [lambda source=source: source]
-                    ChainSession.can_fly = can_fly if way == "in flight" else False  # type: ignore[assignment, method-assign]
+                    ChainSession.can_fly = can_fly if way in WAYS[2:] else False  # type: ignore[assignment, method-assign]
                     same, speed = generate(model, start, settings["tokens"] if number else 24)
                     assert same == text[: len(same)], "other tokens than plain decoding"
                     counted, tried = model.last_session.statistics, model.last_speculation
@@ -76,11 +78,12 @@ def generate(model: Any, start: torch.Tensor, n_tokens: int) -> tuple[list[int],
 
 def report(which: str, one_way_ms: float, found: dict[str, dict[str, list[list[float]]]]) -> None:
     for chance, ways in found.items():
-        plain, window, flight = (statistics.median(row[0] for row in ways[way]) for way in WAYS)
+        plain, window, flight, seconds = (statistics.median(row[0] for row in ways[way]) for way in WAYS)
         run = 1 / (1 - float(chance))
         possible = run / (1 / plain + (run - 1) * DRAFT_S)
         steps, void, tried, taken = (statistics.median(row[n] for row in ways["in flight"]) for n in (1, 2, 3, 4))
-        speeds = f"{plain:.2f} | {window:.2f} | {flight:.2f} | {flight / plain:.2f} | {flight / window:.2f}"
+        ratios = f"{flight / plain:.2f} | {flight / window:.2f}"
+        speeds = f"{plain:.2f} | {window:.2f} | {flight:.2f} | {seconds:.2f} | {ratios}"
         print(
             f"| {which} | {one_way_ms:g} | {chance} | {speeds} | {possible:.1f} ({flight / possible:.2f}) | "
             f"{steps:.0f}, {void:.0f} void | {taken:.0f} of {tried:.0f} |",
@@ -100,8 +103,10 @@ def main() -> None:
     if options.client:
         client(options.client)
         return
-    print("| model | ms | a | plain | one window | in flight | of plain | of one window | formula | windows | right |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| model | ms | a | plain | one window | in flight | and seconds | of plain | of one window | formula | windows | right |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     with TemporaryDirectory() as root:
         for which, spans in SPANS.items():
             if options.only not in (None, which):

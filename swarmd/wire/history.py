@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 
-from swarmd.protocol.wire.messages import Edit, count_changes, count_cropped
+from swarmd.protocol.wire.messages import (
+    Alternative,
+    Edit,
+    count_alternative_tokens,
+    count_changes,
+    count_cropped,
+)
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
 
@@ -56,7 +62,8 @@ class Budget:
 class SentOp:
     """One op as it was sent: edits first, then hidden [b, t, d], positions [b, t], mask [b, t] or None.
 
-    ``n_absent`` tokens follow that nobody computes (``protocol.wire.messages.Void``).
+    ``n_absent`` tokens follow that nobody computes (``protocol.wire.messages.Void``). The last tokens of ``hidden`` are
+    those of ``alternatives``, which nobody keeps.
     """
 
     seq: int
@@ -66,18 +73,32 @@ class SentOp:
     mask: torch.Tensor | None
     record_past: bool = False
     n_absent: int = 0
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens of each row that caches keep."""
+        return 0 if self.hidden is None else self.hidden.shape[1] - count_alternative_tokens(self.alternatives)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of each row, the absent ones included."""
-        return self.n_absent + (0 if self.hidden is None else self.hidden.shape[1])
+        """Tokens of each row that count as the session's, the absent ones included."""
+        return self.n_kept + self.n_absent
+
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """Return hidden states, positions and mask of the tokens that caches keep."""
+        if self.hidden is None or self.positions is None:
+            return None
+        n = self.n_kept
+        return self.hidden[:, :n], self.positions[:, :n], None if self.mask is None else self.mask[:, :n]
 
     def without_tokens(self) -> SentOp:
         """Return the same op with all of its tokens absent."""
-        return replace(self, hidden=None, positions=None, mask=None, n_absent=self.n_tokens)
+        return replace(self, hidden=None, positions=None, mask=None, n_absent=self.n_tokens, alternatives=())
 
     def last(self, n_tokens: int) -> SentOp:
-        """Return the same op with the last ``n_tokens`` of each row only."""
+        """Return the same op with the last ``n_tokens`` of each row only, and its alternatives."""
+        n_tokens += count_alternative_tokens(self.alternatives)
         if self.hidden is None or self.positions is None or n_tokens >= self.hidden.shape[1]:
             return self
         if not n_tokens:
@@ -203,8 +224,8 @@ class History:
             n_cropped = count_cropped(sent.edits)
             _crop_parts(parts, max(0, n_cropped - n_absent))
             n_absent = max(0, n_absent - n_cropped) + sent.n_absent
-            if sent.hidden is not None and sent.positions is not None:
-                parts.append((sent.hidden, sent.positions))
+            if (kept := sent.kept()) is not None:
+                parts.append(kept[:2])
         windows = []
         offset = 0
         for hidden, positions in parts:
@@ -229,8 +250,8 @@ class History:
                 self.n_absent = max(0, self.n_absent - edit.crop)
             if edit.rows is not None:
                 self._reorder_rows(torch.tensor(edit.rows))
-        if sent.hidden is not None and sent.positions is not None:
-            self._append_tokens(sent.hidden, sent.positions, sent.mask)
+        if (kept := sent.kept()) is not None:
+            self._append_tokens(*kept)
         self.n_absent += sent.n_absent
         self.base_seq = sent.seq
         self.record_past = self.record_past or sent.record_past

@@ -47,5 +47,6 @@ def encode_op(header: Op, sent: SentOp, codec: str) -> bytes:
         tensor=meta,
         record_past=sent.record_past,
         absent=sent.n_absent,
+        alternatives=sent.alternatives,
     )
     return messages.encode_frame(op, payload)

@@ -14,7 +14,7 @@ from swarmd.client.links.ops import StepInput
 from swarmd.client.model.speculation import Costs, PassCost, Speculation
 from swarmd.client.sessions.session import ChainSession
 from swarmd.plan.chains.flight import Flight, TokenWindow
-from swarmd.protocol.wire.messages import Edit
+from swarmd.protocol.wire.messages import Alternative, Edit
 from tests.scripted_source import ScriptedSource
 from tests.sim.swarm import HIDDEN, Reference
 
@@ -64,7 +64,7 @@ class FlyingText:
         self.text.append(choose(out[0, -1]))
         flight = Flight(self.text, self.text[:-1], self.session.chain.position.seq + 1)
         assert self.session.can_fly
-        self.speculation.start(flight, self._n_tokens, can_fly=True, now=trio.current_time())
+        self.speculation.start(flight, self._n_tokens, can_fly=True, now=trio.current_time(), tries_seconds=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._receive)
             while len(self.text) < self._n_tokens:
@@ -107,9 +107,11 @@ class FlyingText:
         if speculation.begin_answer(window.number, cost) is None:
             return
         n_before = len(self.text)
-        for row in answer.answer.hidden[0]:
-            if len(self.text) == self._n_tokens or not speculation.take(choose(row)):
+        rows = answer.answer.hidden[0, -(window.n_wanted + answer.answer.n_alternative) :]
+        for row in speculation.rows_to_decide(window):
+            if len(self.text) == self._n_tokens or row >= len(rows):
                 break
+            speculation.take(choose(rows[row]))
         void_from = speculation.end_answer(len(self.text) - n_before, trio.current_time())
         if void_from is not None:
             self.session.void_from(void_from)
@@ -117,7 +119,9 @@ class FlyingText:
 
 def step_of(window: TokenWindow, **changes: Any) -> StepInput:
     """A window as a session takes it."""
-    n = len(window.tokens)
-    positions = torch.arange(window.n_before, window.n_before + n, dtype=torch.int32).unsqueeze(0)
+    places = [torch.arange(len(tokens)) + window.n_before for tokens in (window.tokens, window.second)]
+    positions = torch.cat(places).to(torch.int32).unsqueeze(0)
     edits = (Edit(crop=window.n_cropped),) if window.n_cropped else ()
-    return StepInput(embed(window.tokens), positions, edits, want=window.n_wanted, **changes)
+    alternatives = (Alternative(window.n_before, len(window.second)),) if window.second else ()
+    hidden = embed((*window.tokens, *window.second))
+    return StepInput(hidden, positions, edits, want=window.n_wanted, alternatives=alternatives, **changes)

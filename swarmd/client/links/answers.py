@@ -13,12 +13,14 @@ from swarmd.client.links.link import ServedLogits
 class OpAnswer:
     """What came back of an op: hidden [b, t, d], zeros where it was not wanted, and logits that the last hop gave.
 
-    ``hops_s``: seconds that it took to compute at each hop; none where hops do not tell.
+    ``hops_s``: seconds that it took to compute at each hop; none where hops do not tell. The last ``n_alternative``
+    tokens are those of alternatives.
     """
 
     hidden: torch.Tensor
     logits: ServedLogits | None = None
     hops_s: tuple[float, ...] = ()
+    n_alternative: int = 0
 
 
 @dataclass(frozen=True, slots=True)

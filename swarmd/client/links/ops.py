@@ -15,7 +15,7 @@ from swarmd.plan.chains.batching import tokens_of_op
 from swarmd.plan.chains.codec import choose_codec
 from swarmd.protocol.understanding import understanding_of
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import Edit, Op
+from swarmd.protocol.wire.messages import Alternative, Edit, Op, count_alternative_tokens
 from swarmd.protocol.wire.tensors import CHANGES, CODECS, max_tokens_per_frame
 from swarmd.values import Decision, PeerId
 from swarmd.wire import top
@@ -33,6 +33,7 @@ class StepInput:
     hidden: [b, t, d], positions and mask: [b, t]; no hidden states: edits only; no mask: no padding. With
     ``record_past`` servers keep what a cache would forget, so that it can be cropped. Of each row the last ``want``
     tokens are needed (None: all), and with a ``vocabulary`` their largest logits, too, where the last hop has a head.
+    The last tokens are those of ``alternatives``, which caches do not keep, and which are needed beside the others.
     """
 
     hidden: torch.Tensor | None
@@ -42,6 +43,7 @@ class StepInput:
     record_past: bool = False
     want: int | None = None
     vocabulary: int = 0
+    alternatives: tuple[Alternative, ...] = ()
 
 
 def codec_for(swarm: SessionServices, terms: SessionOptions, peers: list[PeerId]) -> Decision[str]:
@@ -96,51 +98,60 @@ def split_step(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[Sent
 
 
 def count_tokens(op: SentOp) -> int:
-    """Count the tokens of each row in an op; 0 where it has edits only."""
-    return 0 if op.hidden is None else op.hidden.shape[1]
+    """Count the tokens of each row in an op that caches keep; 0 where it has edits only."""
+    return op.n_kept
 
 
 class WrongCount(RemoteProtocolError):
     """An answer of another number of tokens than were asked for."""
 
 
-def read_answer(
-    op: Op,
-    frame: Frame,
-    entered: torch.Tensor,
-    want: int | None = None,
-) -> torch.Tensor:
-    """The last block's output for hidden states [b, t, d] that ``entered``; tokens that did not come are zeros.
+def count_answered(op: Op, sent: SentOp, want: int | None) -> tuple[int, int]:
+    """Count the tokens of each row that an answer may have, and those that it must: of alternatives all, or none."""
+    n_alternative = count_alternative_tokens(op.alternatives)
+    if op.alternatives not in ((), sent.alternatives):
+        raise RemoteProtocolError(f"alternatives of {n_alternative} tokens, others than were sent")
+    n_most = sent.n_kept + n_alternative
+    return n_most, n_most if want is None else min(want, sent.n_kept) + n_alternative
 
-    Of each row at least the last ``want`` tokens (None: all) must have come. Raises WrongCount for other tokens than
-    that, which any hop may have lost or added, and RemoteProtocolError for what the last one would have refused itself:
-    another shape or dtype than what entered, values that are not finite.
+
+def read_answer(op: Op, frame: Frame, sent: SentOp, want: int | None = None) -> torch.Tensor:
+    """The last block's output for hidden states [b, t, d] that were sent; tokens that did not come are zeros.
+
+    Of each row at least the last ``want`` tokens (None: all) must have come, and behind them those of alternatives, if
+    every hop computed them. Raises WrongCount for other tokens than that, which any hop may have lost or added, and
+    RemoteProtocolError for what the last one would have refused itself: another shape or dtype than what entered,
+    values that are not finite.
     """
-    b, t, d = entered.shape
-    min_tokens = t if want is None else min(want, t)
+    entered = sent.hidden
+    assert entered is not None
+    n_most, n_least = count_answered(op, sent, want)
+    b, _, d = entered.shape
     out = entered[:, :0]
     if op.tensor is not None:
         out, _, _ = unpack_untrusted(op.tensor, frame.payload)
     has_shape = out.shape[0] == b and out.shape[2] == d
     if not has_shape or out.dtype != entered.dtype:
         raise RemoteProtocolError(
-            f"expected hidden states {tuple(entered.shape)} {entered.dtype}, got {tuple(out.shape)} {out.dtype}"
+            f"expected hidden states {(b, n_most, d)} {entered.dtype}, got {tuple(out.shape)} {out.dtype}"
         )
     if not torch.isfinite(out).all():
         raise RemoteProtocolError("hidden states that are not finite")
-    if not min_tokens <= out.shape[1] <= t:
-        raise WrongCount(f"expected {min_tokens} to {t} tokens, got {out.shape[1]}")
-    n_missing = t - out.shape[1]
+    if not n_least <= out.shape[1] <= n_most:
+        raise WrongCount(f"expected {n_least} to {n_most} tokens, got {out.shape[1]}")
+    n_missing = n_most - out.shape[1]
     if not n_missing:
         return out
     return torch.cat([out.new_zeros(b, n_missing, d), out], 1)
 
 
-def read_top(op: Op, want: int | None, vocabulary: int) -> Top | None:
-    """The largest logits of the last ``want`` tokens, that came with them; None where none were asked for, or given.
+def read_top(op: Op, sent: SentOp, want: int | None, vocabulary: int) -> Top | None:
+    """The largest logits of the last ``want`` tokens and of alternatives; None where none were asked for, or given.
 
     Raises RemoteProtocolError for what cannot be logits.
     """
-    if not vocabulary or not op.logits or op.tensor is None or op.tensor.t != want:
+    if not vocabulary or not op.logits or op.tensor is None or want is None:
+        return None
+    if op.tensor.t != count_answered(op, sent, want)[1]:
         return None
     return top.unpack_untrusted(op.logits, op.tensor.b * op.tensor.t, vocabulary)

@@ -123,7 +123,8 @@ def make_loop(
         if not text.is_done:
             passes = source.passes()
             flight = Flight(text.tokens, text.tokens[:-1], passes.next_number)
-            speculation.start(flight, generation_config.max_length, passes.can_fly, time.perf_counter())
+            started_at = time.perf_counter()
+            speculation.start(flight, generation_config.max_length, passes.can_fly, started_at, tries_seconds=True)
             _decode(text, passes, speculation)
         if streamer is not None:
             streamer.end()
@@ -169,16 +170,18 @@ def _decode(text: GeneratedText, passes: Passes, speculation: Speculation) -> No
             if speculation.can_draft:
                 speculation.draft()
             continue
-        if speculation.begin_answer(passed.number, passed.cost) is None:
+        window = speculation.begin_answer(passed.number, passed.cost)
+        if window is None:
             continue
-        n_tokens = 0
-        for row in range(passed.logits.shape[1]):
-            n_tokens += 1
-            is_right = speculation.take(text.choose(passed.logits[:, row]))
-            if text.is_done or not is_right:
+        n_before = len(text.tokens)
+        for row in speculation.rows_to_decide(window):
+            if row >= passed.logits.shape[1]:  # of a second choice that servers did not compute
                 break
-        now = time.perf_counter()
-        void_from = speculation.stop() if text.is_done else speculation.end_answer(n_tokens, now)
+            speculation.take(text.choose(passed.logits[:, row]))
+            if text.is_done:
+                break
+        n_tokens = len(text.tokens) - n_before
+        void_from = speculation.stop() if text.is_done else speculation.end_answer(n_tokens, time.perf_counter())
         if void_from is not None:
             passes.void_from(void_from)
 

@@ -43,15 +43,16 @@ class DraftModel:
         return statistics.median(self._durations_s) if self._durations_s else 0.0
 
     @torch.inference_mode()
-    def read(self, tokens: list[int], cache: DynamicCache) -> tuple[int, float]:
-        """Add tokens to a text; returns the likeliest one after them, and how likely it is."""
+    def read(self, tokens: list[int], cache: DynamicCache) -> tuple[int, float, int]:
+        """Add tokens to a text; returns the likeliest one after them, how likely it is, and the second one."""
         started_at = time.perf_counter()
         out = self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1)
         chances = out.logits[0, -1].float().softmax(-1)
-        best, token = chances.max(-1)
+        best = chances.topk(2)
         if len(tokens) <= 2:  # what was proposed last, or that and what was right instead
             self._durations_s.append(time.perf_counter() - started_at)
-        return int(token), float(best)
+        token, second = best.indices.tolist()
+        return token, float(best.values[0]), second
 
 
 class Draft:
@@ -63,6 +64,7 @@ class Draft:
         self._read: list[int] = []  # the tokens in the cache
         self._n_confirmed = 0  # so many of them are the text's, whatever became of what was proposed
         self._chances: dict[int, float] = {}  # of tokens that it proposed, by their place in the text
+        self._seconds: dict[int, int] = {}  # what it would have proposed else
         self._reader: threading.Thread | None = None
         self._is_over = False
 
@@ -96,14 +98,19 @@ class Draft:
         unread = [*text, *tried][len(self._read) :]
         chance = math.prod(self._chances.get(place, 1.0) for place in range(len(text), n_known))
         while len(proposed) < max_tokens:
-            token, probability = self._read_tokens(unread)
+            token, probability, second = self._read_tokens(unread)
             chance *= probability
             if chance < min_chance:
                 break
             self._chances[n_known + len(proposed)] = probability
+            self._seconds[n_known + len(proposed)] = second
             unread = [token]
             proposed.append(token)
         return proposed
+
+    def second_choice(self, place: int) -> int | None:
+        """Return the second likeliest token where it proposed the likeliest."""
+        return self._seconds.get(place)
 
     def _read_prompt(self, prompt: list[int]) -> None:
         try:
@@ -115,7 +122,7 @@ class Draft:
             logger.exception("the draft cannot read the prompt: it proposes nothing")
             self._is_over = True
 
-    def _read_tokens(self, tokens: list[int]) -> tuple[int, float]:
+    def _read_tokens(self, tokens: list[int]) -> tuple[int, float, int]:
         likeliest = self._model.read(tokens, self._cache)
         self._read += tokens
         return likeliest
@@ -131,6 +138,7 @@ class Draft:
             del self._read[n:]
         self._n_confirmed = min(n, len(text))
         self._chances = {place: chance for place, chance in self._chances.items() if len(text) <= place < n_known}
+        self._seconds = {place: second for place, second in self._seconds.items() if len(text) <= place < n_known}
 
 
 def _token_at(text: Sequence[int], tried: Sequence[int], place: int) -> int:

@@ -20,11 +20,15 @@ from swarmd.client.model.speculation import PassCost
 from swarmd.client.model.swarm_head import SwarmHead
 from swarmd.client.model.traced_pass import StepPass
 from swarmd.plan.chains.flight import TokenWindow
+from swarmd.protocol.wire.messages import Alternative
 
 
 @dataclass(frozen=True, slots=True)
 class PassLogits:
-    """The answer to a window: logits [1, n_wanted, vocabulary] of its last tokens, and what the pass took."""
+    """The answer to a window: logits [1, n, vocabulary] of its rows (``Flight.rows_to_decide``), and what it took.
+
+    Those of a second choice are left out where servers did not compute it.
+    """
 
     number: int
     logits: torch.Tensor
@@ -132,13 +136,15 @@ class FlyingPasses:
     def send(self, window: TokenWindow) -> None:
         """Compute the part before the swarm, and send it."""
         started_at = time.perf_counter()
-        ids = torch.tensor([window.tokens])
-        positions = torch.arange(window.n_before, window.n_before + len(window.tokens)).unsqueeze(0)
+        ids = torch.tensor([(*window.tokens, *window.second)])
+        places = [torch.arange(len(tokens)) + window.n_before for tokens in (window.tokens, window.second)]
+        positions = torch.cat(places).unsqueeze(0)
         hidden = self._traced.enter(ids, positions)
         vocabulary = self._head.vocabulary if self._head is not None else 0
+        alternatives = (Alternative(window.n_before, len(window.second)),) if window.second else ()
         if window.n_cropped:
             self._cache.crop(-window.n_cropped)
-        self._cache.send(window.number, hidden, positions, window.n_wanted, vocabulary)
+        self._cache.send(window.number, hidden, positions, window.n_wanted, vocabulary, alternatives)
         self._sent.append((window, positions, time.perf_counter() - started_at))
 
     def receive(self, timeout_s: float | None) -> PassLogits | None:
@@ -148,17 +154,19 @@ class FlyingPasses:
             return None  # it had come before its window was void
         started_at = time.perf_counter()
         window, positions, entering_s = self._sent.popleft()
-        n = window.n_wanted
-        ids = torch.tensor([window.tokens])[:, -n:]
-        hidden = arrived.answer.hidden[:, -n:]
+        answer = arrived.answer
+        second = window.second[: answer.n_alternative]
+        rows = slice(len(window.tokens) - window.n_wanted, len(window.tokens) + len(second))
+        ids = torch.tensor([(*window.tokens, *second)])[:, rows]
+        positions = positions[:, rows]
+        hidden = answer.hidden[:, -ids.shape[1] :]
         session = self._cache.session
         if self._head is not None and session is not None:
-            logits = self._head.read(ids, positions[:, -n:], hidden, arrived.answer.logits, session)
+            logits = self._head.read(ids, positions, hidden, answer.logits, session)
         else:
-            logits = self._traced.compute(ids, positions[:, -n:], lambda _: hidden)
+            logits = self._traced.compute(ids, positions, lambda _: hidden)
         here_s = entering_s + time.perf_counter() - started_at
-        hops_s = arrived.answer.hops_s
-        cost = PassCost(len(window.tokens), arrived.took_s, here_s, hops_s, arrived.is_alone)
+        cost = PassCost(len(window.tokens) + len(second), arrived.took_s, here_s, answer.hops_s, arrived.is_alone)
         return PassLogits(window.number, logits, cost)
 
     def void_from(self, number: int) -> None:

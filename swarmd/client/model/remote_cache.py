@@ -17,7 +17,7 @@ from swarmd.client.links.ops import StepInput
 from swarmd.compute.cache.absent_layer import AbsentLayer
 from swarmd.compute.model import skeleton
 from swarmd.errors import CacheExhausted
-from swarmd.protocol.wire.messages import Edit
+from swarmd.protocol.wire.messages import Alternative, Edit, count_alternative_tokens
 
 
 class Session(Protocol):
@@ -177,15 +177,23 @@ class RemoteCache(Cache):  # type: ignore[misc]
         assert self.session is not None
         return self.session.next_number
 
-    def send(self, number: int, hidden: torch.Tensor, positions: torch.Tensor, want: int, vocabulary: int = 0) -> None:
+    def send(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        want: int,
+        vocabulary: int = 0,
+        alternatives: tuple[Alternative, ...] = (),
+    ) -> None:
         """Send hidden states [1, t, d] into the remote layers; ``receive`` gives what comes back.
 
-        ``number`` counts on from ``next_number``. ``want`` and ``vocabulary`` as in ``append``.
+        ``number`` counts on from ``next_number``. ``want``, ``vocabulary`` and ``alternatives``: see ``StepInput``.
         """
-        t = hidden.shape[1]
-        if self.n_tokens + t > self.max_tokens:
+        n_kept = hidden.shape[1] - count_alternative_tokens(alternatives)
+        if self.n_tokens + n_kept > self.max_tokens:
             raise CacheExhausted(
-                f"{self.n_tokens} tokens and {t} more exceed the {self.max_tokens} that this session can hold"
+                f"{self.n_tokens} tokens and {n_kept} more exceed the {self.max_tokens} that this session can hold"
             )
         assert self.session is not None
         step = StepInput(
@@ -194,10 +202,11 @@ class RemoteCache(Cache):  # type: ignore[misc]
             edits=tuple(self._edits),
             want=want,
             vocabulary=vocabulary,
+            alternatives=alternatives,
         )
         self._edits = []
         self.session.send(number, step)
-        self.n_tokens += t
+        self.n_tokens += n_kept
 
     def receive(self, timeout_s: float | None) -> WindowAnswer | None:
         """Wait for the next answer, as long as it takes or for so long; None where none came."""

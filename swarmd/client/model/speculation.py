@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarmd.plan.chains.flight import MOST_AHEAD, PLAIN, WINDOW_TOKENS, ChainCosts, Flight, TokenWindow, choose_plan
+from swarmd.plan.chains.flight import (
+    MOST_AHEAD,
+    PLAIN,
+    WINDOW_TOKENS,
+    ChainCosts,
+    Flight,
+    TokenWindow,
+    choose_plan,
+    does_second_pay,
+)
 
 LOOK_BACK = 4_096  # tokens of a prompt that are looked through
 GRAMS = (4, 2)  # so many last tokens have to occur before, for what followed them to be tried; the longest first
@@ -128,6 +137,9 @@ class DraftSource(Protocol):
         None that follow the text with less than the chance ``min_chance``, where it knows.
         """
 
+    def second_choice(self, place: int) -> int | None:
+        """The token that it would have proposed at a place of the text in the second place, where it knows."""
+
 
 class Lookup:
     """Proposes what followed the last tokens where they occurred before in the same text (prompt lookup)."""
@@ -156,6 +168,10 @@ class Lookup:
                 return list(text[end : end + max_tokens])
         return []
 
+    def second_choice(self, place: int) -> int | None:
+        """Know none."""
+        return None
+
     def _learn_grams(self, tokens: Sequence[int]) -> None:
         first = max(self._n_known, len(tokens) - LOOK_BACK)
         for end in range(first, len(tokens)):  # what ends here is found from the next token on
@@ -167,10 +183,11 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """A token that was tried: by which source, and at which place of a run."""
+    """A token that was tried: by which source, at which place of a run, and what its second choice was."""
 
     record: _SourceRecord
     place: int
+    second: int | None
 
 
 # What is tried has a budget (``_allowance_s``): what earlier tries won, and a little beside. A text that never repeats
@@ -180,8 +197,8 @@ class Speculation:
     """The tries of one answer: what to try next, by what the ones before were worth, and what to send when.
 
     ``start`` it with the first token of an answer. Then, again and again: ``draft`` while that gives anything and no
-    answer is here, send ``next_window`` where there is one, and tell what became of it: ``begin_answer``, ``take``
-    for each token, ``end_answer``. Time is an argument.
+    answer is here, send ``next_window`` where there is one, and tell what became of it: ``begin_answer``, ``take`` the
+    token of each of ``rows_to_decide``, ``end_answer``. Time is an argument.
     """
 
     def __init__(self, costs: Costs, sources: Sequence[DraftSource]) -> None:
@@ -195,6 +212,7 @@ class Speculation:
         self._flight = Flight([], [], 0)
         self._most_tokens = 0
         self._can_fly = False
+        self._tries_seconds = False
         self._tries: deque[_Try] = deque()  # of the tokens in ``_flight.tried``
         self._is_dry = False  # no source knows how to go on
         self._n_passes = 0
@@ -212,11 +230,15 @@ class Speculation:
         for record in self._records:
             record.source.end()
 
-    def start(self, flight: Flight, most_tokens: int, can_fly: bool, now: float) -> None:
-        """Go on from a text, whose last token no window has sent; it will have ``most_tokens`` at most."""
+    def start(self, flight: Flight, most_tokens: int, can_fly: bool, now: float, tries_seconds: bool = False) -> None:
+        """Go on from a text, whose last token no window has sent; it will have ``most_tokens`` at most.
+
+        ``tries_seconds``: windows may have a second choice.
+        """
         self._flight = flight
         self._most_tokens = most_tokens
         self._can_fly = can_fly
+        self._tries_seconds = tries_seconds
         self._answered_at = now
         self._tries.clear()
         self._choose_plan()
@@ -253,7 +275,12 @@ class Speculation:
         proposed = record.source.propose(flight.text, flight.tried, max_tokens, cost_s / chain.trip_s)
         n_tried = len(flight.tried)
         flight.tried += proposed
-        self._tries.extend(_Try(record, n_tried + number) for number in range(len(proposed)))
+        for number in range(n_tried, len(flight.tried)):
+            place = len(flight.text) + number
+            second = record.source.second_choice(place)
+            self._tries.append(_Try(record, number, second))
+            if second is not None and self._tries_seconds and self.plan.flies and record.seconds_pay(chain):
+                flight.seconds[place] = second
         self.n_sent += len(proposed)
         if len(proposed) < max_tokens:
             if not flight.tried:
@@ -290,16 +317,21 @@ class Speculation:
         self.costs.measured(cost)
         return self._flight.begin_answer(number)
 
-    def take(self, token: int) -> bool:
-        """Add the next token of the text; returns whether what was sent behind it counts."""
+    def rows_to_decide(self, window: TokenWindow) -> Iterator[int]:
+        """See ``Flight``. Stop asking when the text has ended."""
+        return self._flight.rows_to_decide(window)
+
+    def take(self, token: int) -> None:
+        """Add the next token of the text."""
         is_right = self._flight.take(token)
         if self._tries:
             tried = self._tries.popleft()
             tried.record.learn(tried.place, is_right)
+            if not is_right and tried.second is not None:
+                tried.record.learn_second(tried.second == token)
             self.n_taken += is_right
         if not is_right:
             self._tries.clear()
-        return is_right
 
     def end_answer(self, n_tokens: int, now: float) -> int | None:
         """An answer gave so many tokens; returns from which number on windows are void, where some have become so."""
@@ -357,6 +389,8 @@ class _SourceRecord:
         self.source = source
         self._n_right = [0.0] * PLACES
         self._n_tried = [0.0] * PLACES
+        self._n_second_right = 0.0
+        self._n_second = 0.0
 
     @property
     def chances(self) -> list[float]:
@@ -366,6 +400,20 @@ class _SourceRecord:
             (right + OF_ALL_PLACES * of_all) / (tried + OF_ALL_PLACES)
             for right, tried in zip(self._n_right, self._n_tried, strict=True)
         ]
+
+    @property
+    def second_chance(self) -> float:
+        """That a second choice is right where the first is not; a third before anything is known."""
+        return (self._n_second_right + 1) / (self._n_second + 3)
+
+    def seconds_pay(self, chain: ChainCosts) -> bool:
+        """Are second choices worth a row each?"""
+        return does_second_pay(self.chances, self.second_chance, chain).action
+
+    def learn_second(self, is_right: bool) -> None:
+        """Note whether a second choice was right where the first was not."""
+        self._n_second_right += is_right
+        self._n_second += 1
 
     def learn(self, place: int, is_right: bool) -> None:
         """Note what became of a token that was tried; of those behind a wrong one nothing is known."""

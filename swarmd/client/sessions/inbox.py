@@ -20,7 +20,15 @@ from swarmd.errors import CacheExhausted, Code, Refused, RemoteProtocolError
 from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage, Leaving, Op, Progress, Refusal, Suspect
+from swarmd.protocol.wire.messages import (
+    AnyMessage,
+    Leaving,
+    Op,
+    Progress,
+    Refusal,
+    Suspect,
+    count_alternative_tokens,
+)
 from swarmd.values import PeerId
 
 HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING)
@@ -139,12 +147,14 @@ class SessionInbox:
         """Take the answer to the first op that has none. Of a void one it may be that it has no tokens."""
         chain = self._chain
         last = chain.links[-1]
-        hidden = None if self._ops.is_void(op.seq) else waiting.sent.hidden
+        sent = waiting.sent
+        has_tokens = sent.hidden is not None and not self._ops.is_void(op.seq)
+        n_alternative = count_alternative_tokens(op.alternatives)
         try:
-            answer = torch.empty(0) if hidden is None else read_answer(op, frame, hidden, waiting.want)
-            top = None if hidden is None else read_top(op, waiting.want, waiting.vocabulary)
+            answer = read_answer(op, frame, sent, waiting.want) if has_tokens else torch.empty(0)
+            top = read_top(op, sent, waiting.want, waiting.vocabulary) if has_tokens else None
             if self._swarm.audits:
-                chain.accounts.note_answered(waiting.sent, op.tensor, frame.payload)
+                chain.accounts.note_answered(sent, op.tensor, frame.payload, n_alternative)
         except WrongCount as error:
             self._reject_chain(str(error))
             return None
@@ -157,7 +167,7 @@ class SessionInbox:
         for giver, reason in self._wrong_chains.take_faulty():
             self._swarm.rpc.standing.fault(giver, Fault.FAULTY_NUMBERS, reason)
         hops_s = tuple(computing_us / 1e6 for _, _, computing_us in op.times or ())
-        total_s = self._ops.answer(op.seq, OpAnswer(answer, logits, hops_s), now)
+        total_s = self._ops.answer(op.seq, OpAnswer(answer, logits, hops_s, n_alternative), now)
         self._note_times(waiting, op, total_s)
         chain.on_answered(op.seq, now)
         return AnswerArrival(op.seq)

@@ -15,13 +15,13 @@ from swarmd.errors import IntegrityError
 from swarmd.protocol.accounts import receipt
 from swarmd.protocol.accounts import usage_receipt as bills
 from swarmd.protocol.accounts.evidence import MAX_EVIDENCE_BYTES, MAX_RECEIPTS
-from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN, Receipt, digest_before, digests_of
+from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN, Receipt, digest_before, digests_of, kept_digests
 from swarmd.protocol.accounts.taken_tokens import TakenTokens
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import MAX_SKEW_S
-from swarmd.protocol.wire.messages import count_cropped, is_reordered
+from swarmd.protocol.wire.messages import count_alternative_tokens, count_cropped, is_reordered
 from swarmd.values import PeerId
 from swarmd.wire.history import SentOp
 from swarmd.wire.tensors import pack
@@ -122,13 +122,15 @@ class HopAccounts:
         n_tokens = count_tokens(sent)
         self.n_tokens += n_tokens
         self.taken.add(n_cropped, n_tokens)
+        n_alternative = count_alternative_tokens(sent.alternatives)
+        self.taken.add(n_alternative, n_alternative)
 
-    def note_answered(self, sent: SentOp, meta: TensorMeta | None, payload: memoryview) -> None:
-        """Its answer is here, perhaps with the last tokens only. Raises RemoteProtocolError."""
+    def note_answered(self, sent: SentOp, meta: TensorMeta | None, payload: memoryview, n_alternative: int = 0) -> None:
+        """Its answer is here, perhaps with the last tokens only, and alternatives. Raises RemoteProtocolError."""
         n_cropped = count_cropped(sent.edits)
         if n_cropped:
             del self.answers[-n_cropped * DIGEST_BYTES :]
-        digests = b"" if meta is None else digests_of(meta, payload)
+        digests = b"" if meta is None else kept_digests(meta, payload, n_alternative)
         n_missing = count_tokens(sent) - len(digests) // DIGEST_BYTES
         self.answers += UNSEEN * n_missing + digests
 

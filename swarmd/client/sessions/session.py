@@ -201,7 +201,15 @@ class ChainSession:
     def _next_op(self, step: StepInput) -> SentOp:
         self.width = self.width if step.hidden is None else step.hidden.shape[2]
         seq = self.chain.position.seq + 1
-        return SentOp(seq, step.edits, step.hidden, step.positions, step.mask, step.record_past)
+        return SentOp(
+            seq,
+            step.edits,
+            step.hidden,
+            step.positions,
+            step.mask,
+            step.record_past,
+            alternatives=step.alternatives,
+        )
 
     # --- windows of tokens that are tried ahead --------------------------------------------------------------
 

@@ -186,6 +186,26 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._slabs = None
         self.prefix = (keys[:, :, :end], values[:, :, :end])
 
+    def borrow(self, other: SlabLayer, n_tokens: int) -> None:
+        """Begin with the first tokens of another session's layer, which keeps them, and forget what was here.
+
+        The other one may go on: it puts tokens behind these. Only what is behind a prefix that it shares is copied.
+        """
+        other._catch_up()
+        self._n_added = 0
+        self.prefix = None
+        if not other.has_shape:
+            return
+        keys, values = other._keys, other._values
+        self.lazy_initialization(keys, values)
+        if other.prefix is None:
+            self.prefix = keys[:, :, :n_tokens], values[:, :, :n_tokens]
+            return
+        shared_keys, shared_values = other.prefix
+        self.prefix = shared_keys[:, :, :n_tokens], shared_values[:, :, :n_tokens]
+        if n_behind := max(0, n_tokens - other.n_shared):
+            self._append_tokens(keys[:, :, :n_behind], values[:, :, :n_behind])
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens; the library passes their number as a negative one."""
         if not tokens_to_remove or not self.is_initialized:

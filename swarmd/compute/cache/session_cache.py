@@ -40,6 +40,9 @@ class SessionCache(Protocol):
     def take_over(self, other: Any, start: int, end: int, may_share: bool) -> None:
         """Have tokens [start, end) of another plain cache; what is before them is the same in both."""
 
+    def borrow(self, other: Any, n_tokens: int) -> None:
+        """Begin with the first tokens of another plain cache, which keeps them and may go on; forget what was here."""
+
     def export_state(self) -> Tensors:
         """Return all that it keeps, by names. Raises Refused where it cannot be handed over."""
 

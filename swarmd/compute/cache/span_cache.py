@@ -164,6 +164,11 @@ class SpanCache:
         for layer, other_layer in zip(self.owned, other.owned, strict=True):
             layer.take_over(other_layer, start, end, may_share)
 
+    def borrow(self, other: SpanCache, n_tokens: int) -> None:
+        """Begin with the first tokens of another plain cache of these blocks, which keeps them and may go on."""
+        for layer, other_layer in zip(self.owned, other.owned, strict=True):
+            layer.borrow(other_layer, n_tokens)
+
     def refuses_places(self, places: torch.Tensor, is_real: torch.Tensor | None, n_left: int, order: Any) -> str:
         return ""  # families compute tokens wherever they are said to be
 

@@ -228,6 +228,9 @@ class SequenceCache:
     def take_over(self, other: Any, start: int, end: int, may_share: bool) -> None:
         raise ComputeError("sessions of llama.cpp's library share no prefixes")
 
+    def borrow(self, other: Any, n_tokens: int) -> None:
+        raise ComputeError("sessions of llama.cpp's library share no prefixes")
+
     def export_state(self) -> Tensors:
         if self._is_recurrent:
             raise Refused(Code.UNSUPPORTED, "states of this family are computed again, not handed over")

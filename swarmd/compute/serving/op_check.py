@@ -7,10 +7,11 @@ import torch
 from swarmd.compute.serving.incoming_state import KEPT_TIMES
 from swarmd.compute.serving.session_state import SessionState, order_after
 from swarmd.errors import Code, Refused
+from swarmd.protocol.accounts.taken_tokens import MOST_TRIED
 from swarmd.protocol.fields import MOST_ABSENT
 from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES
-from swarmd.protocol.wire.messages import Op, count_cropped
+from swarmd.protocol.wire.messages import Op, count_alternative_tokens, count_cropped
 from swarmd.wire.tensors import unpack_untrusted
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
@@ -43,7 +44,8 @@ def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Input
         raise Refused(Code.BAD_SHAPE, f"tokens behind {n_absent} that are void: a crop has to take those away first")
     if n_absent + op.absent > MOST_ABSENT:
         raise Refused(Code.TOO_LONG, f"{n_absent + op.absent} tokens that are void; at most {MOST_ABSENT} may be")
-    n_new = op.absent + (0 if op.tensor is None else op.tensor.t)
+    n_alternative = _check_alternatives(op, n_tokens)
+    n_new = op.absent + (0 if op.tensor is None else op.tensor.t - n_alternative)
     if n_tokens + n_new > state.max_tokens:
         raise Refused(Code.TOO_LONG, f"{n_tokens} tokens and {n_new} more, this session reserved {state.max_tokens}")
     n_edits = state.history.recent_edits + messages.count_changes(op.edits, op.tensor is not None)
@@ -76,3 +78,17 @@ def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Input
     if why := state.cache.refuses_places(positions, mask, n_tokens, order):
         raise Refused(Code.BAD_SHAPE, why)
     return hidden, positions, mask
+
+
+def _check_alternatives(op: Op, n_tokens: int) -> int:
+    """Count the tokens of an op's alternatives, to ``n_tokens`` that the session holds then. Raises Refused."""
+    if not op.alternatives:
+        return 0
+    n_alternative = count_alternative_tokens(op.alternatives)
+    n_op = 0 if op.tensor is None else op.tensor.t
+    if n_alternative >= n_op or n_op > MOST_TRIED:
+        text = f"{n_alternative} tokens of alternatives among the {n_op} of an op, which has {MOST_TRIED} at most then"
+        raise Refused(Code.BAD_SHAPE, text)
+    if op.base is not None or any(alternative.n_before > n_tokens for alternative in op.alternatives):
+        raise Refused(Code.BAD_SHAPE, f"an alternative to other tokens than the {n_tokens} that the session holds")
+    return n_alternative

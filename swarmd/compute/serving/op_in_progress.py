@@ -7,6 +7,8 @@ session.begin --> piece, put, piece, put, ... --> nothing is left --answer--> se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 
@@ -16,7 +18,7 @@ from swarmd.compute.serving.session_state import SessionState
 from swarmd.plan.chains.prefixes import PrefixExtension
 from swarmd.protocol.fields import MOST_ABSENT, MOST_HOPS_TIMED
 from swarmd.protocol.wire import messages
-from swarmd.protocol.wire.messages import Op
+from swarmd.protocol.wire.messages import Op, count_alternative_tokens
 from swarmd.protocol.wire.worker import Done
 from swarmd.wire.history import SentOp
 from swarmd.wire.ops import encode_op
@@ -43,8 +45,10 @@ class OpInProgress:
         self._came_at = came_at
         self._computed_s = 0.0
         self._inputs = inputs
+        self._n_kept = 0 if inputs is None else inputs[0].shape[1] - count_alternative_tokens(op.alternatives)
         self._n_done = 0
         self._outs: list[torch.Tensor] = []
+        self._alternative_outs: list[torch.Tensor] = []
 
     @property
     def is_void(self) -> bool:
@@ -55,6 +59,7 @@ class OpInProgress:
         """Compute none of its tokens: they are absent. None may be computed yet."""
         self.op = drop_tokens(self.op)
         self._inputs = None
+        self._n_kept = 0
         self.extension = None
         self.state.n_absent += self.op.absent
 
@@ -65,8 +70,8 @@ class OpInProgress:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens of each row that it still needs."""
-        return 0 if self._inputs is None else self._inputs[0].shape[1] - self._n_done
+        """Tokens of each row that it still needs, those of alternatives aside."""
+        return self._n_kept - self._n_done
 
     @property
     def is_begun(self) -> bool:
@@ -82,7 +87,7 @@ class OpInProgress:
     def is_interleavable(self) -> bool:
         """May the rest of it be computed in the midst of another pass?"""
         state = self.state
-        if not state.can_share or state.lora is not None:
+        if not state.can_share or state.lora is not None or self.op.alternatives:
             return False
         return state.engine.can_interleave(state.n_rows * self.tokens_left, state.hop, state.cache)
 
@@ -113,6 +118,34 @@ class OpInProgress:
             is_exact=state.history.is_exact,
         )
 
+    def alternative_pieces(self) -> list[SessionTokens]:
+        """Return the tokens of its alternatives, for the pass that completes it. ``put_alternatives`` must follow."""
+        if not self.op.alternatives:
+            return []
+        assert self._inputs is not None
+        state = self.state
+        hidden, positions, _ = self._inputs
+        device = state.engine.device
+        pieces = []
+        first = self._n_kept
+        for number, alternative in enumerate(self.op.alternatives):
+            window = slice(first, first + alternative.n)
+            first += alternative.n
+            pieces.append(
+                SessionTokens(
+                    hidden[:, window].to(device),
+                    positions[:, window].long().to(device),
+                    state.borrowed_cache(number, alternative.n_before),
+                    alternative.n_before,
+                    state.lora,
+                )
+            )
+        return pieces
+
+    def put_alternatives(self, outs: Sequence[torch.Tensor]) -> None:
+        """Take what a pass gave for ``alternative_pieces``; nothing of it is kept but these."""
+        self._alternative_outs = list(outs)
+
     def put(self, out: torch.Tensor) -> None:
         """Take what a pass gave for ``piece``."""
         self._outs.append(out)
@@ -128,10 +161,12 @@ class OpInProgress:
         op = self.op
         n = op.want or 0
         is_last = self.state.is_last_hop and op.seq > op.silent_through and not self.is_void
-        if not (op.top and is_last and self._outs and 0 < self.state.n_rows * n <= MOST_WITH_LOGITS):
+        if not (op.top and is_last and self._outs and n):
             return None
-        hidden = self.sent().last(n).hidden
-        return None if hidden is None or hidden.shape[1] != n else hidden.flatten(0, 1)
+        n += count_alternative_tokens(op.alternatives)
+        hidden = self.sent().last(op.want or 0).hidden
+        is_asked = hidden is not None and hidden.shape[1] == n and self.state.n_rows * n <= MOST_WITH_LOGITS
+        return hidden.flatten(0, 1) if hidden is not None and is_asked else None
 
     def answer(self, now: float = 0.0, logits: bytes = b"") -> bytes:
         """Return the frame that the complete op leads to: the next hop's op, or Done. ``logits`` go with it."""
@@ -166,9 +201,11 @@ class OpInProgress:
         if self._inputs is None:
             return SentOp(op.seq, op.edits, None, None, None, op.record_past, op.absent)
         _, positions, mask = self._inputs
-        out = self._outs[0] if len(self._outs) == 1 else torch.cat(self._outs, 1)
+        outs = [*self._outs, *self._alternative_outs]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
         self._outs = [out.cpu()]
-        return SentOp(op.seq, op.edits, self._outs[0], positions, mask, op.record_past, op.absent)
+        self._alternative_outs = []
+        return SentOp(op.seq, op.edits, self._outs[0], positions, mask, op.record_past, op.absent, op.alternatives)
 
 
 def is_void(state: SessionState, op: Op) -> bool:
@@ -179,5 +216,16 @@ def is_void(state: SessionState, op: Op) -> bool:
 
 def drop_tokens(op: Op) -> Op:
     """Return the same op with all of its tokens absent."""
-    n_tokens = 0 if op.tensor is None else op.tensor.t
-    return msgspec.structs.replace(op, tensor=None, absent=op.absent + n_tokens)
+    n_tokens = 0 if op.tensor is None else op.tensor.t - count_alternative_tokens(op.alternatives)
+    return msgspec.structs.replace(op, tensor=None, absent=op.absent + n_tokens, alternatives=())
+
+
+def leave_out_alternatives(op: Op, inputs: Inputs) -> tuple[Op, Inputs]:
+    """Return the same op without its alternatives."""
+    n_alternative = count_alternative_tokens(op.alternatives)
+    hidden, positions, mask = inputs
+    n = hidden.shape[1] - n_alternative
+    kept = hidden[:, :n], positions[:, :n], None if mask is None else mask[:, :n]
+    assert op.tensor is not None
+    tensor = msgspec.structs.replace(op.tensor, t=n)
+    return msgspec.structs.replace(op, tensor=tensor, alternatives=()), kept

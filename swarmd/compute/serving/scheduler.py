@@ -8,6 +8,7 @@ that passes are timed with, so that simulated workers run it too.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -239,9 +240,14 @@ class Scheduler:
                 first.put(out)
             return
         pieces = [op.piece(share.t) for op, share in zip(ops, shares, strict=True)]
-        outs = self.engine.run(pieces, first.state.hop)
-        for op, out in zip(ops, outs, strict=True):
+        completed = [op for op, share in zip(ops, shares, strict=True) if share.t == op.tokens_left]
+        alternatives = [op.alternative_pieces() for op in completed]
+        outs = self.engine.run([*pieces, *itertools.chain(*alternatives)], first.state.hop)
+        for op, out in zip(ops, outs, strict=False):
             op.put(out)
+        of_alternatives = iter(outs[len(ops) :])
+        for op, of_op in zip(completed, alternatives, strict=True):
+            op.put_alternatives(list(itertools.islice(of_alternatives, len(of_op))))
 
     def _account_pass(
         self,

@@ -16,7 +16,7 @@ from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
 from swarmd.compute.serving.engine import Engine
 from swarmd.compute.serving.incoming_state import PART_BYTES, IncomingState
 from swarmd.compute.serving.op_check import read_op_untrusted
-from swarmd.compute.serving.op_in_progress import OpInProgress, drop_tokens, is_void
+from swarmd.compute.serving.op_in_progress import OpInProgress, drop_tokens, is_void, leave_out_alternatives
 from swarmd.compute.serving.session_state import SessionState
 from swarmd.errors import Code, Refused
 from swarmd.plan.chains.prefixes import BLOCK_TOKENS, Prefix, PrefixExtension
@@ -32,6 +32,7 @@ from swarmd.protocol.wire.messages import (
     Replayed,
     TokensAre,
     WantTokens,
+    count_alternative_tokens,
     count_cropped,
 )
 from swarmd.protocol.wire.tensors import max_tokens_per_frame
@@ -98,7 +99,12 @@ class HopSession:
             self.state.cache.record_past()
         if inputs is None:
             return OpInProgress(self.state, op, came_at)
-        hidden, positions, mask = inputs
+        if op.alternatives and not self.state.can_try_alternatives:
+            op, inputs = leave_out_alternatives(op, inputs)
+        n_kept = inputs[0].shape[1] - count_alternative_tokens(op.alternatives)
+        hidden, positions, mask = (None if part is None else part[:, :n_kept] for part in inputs)
+        assert hidden is not None
+        assert positions is not None
         is_usual = not op.record_past and mask is None
         extension = self._extend_prefix(hidden, positions, is_usual)
         self.state.extend_mask(hidden.shape[1], mask)

@@ -11,7 +11,7 @@ from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.session_cache import SessionCache
 from swarmd.compute.serving.engine import Engine
 from swarmd.plan.chains.void_ops import VoidOps
-from swarmd.protocol.wire.messages import Edit, count_cropped
+from swarmd.protocol.wire.messages import MOST_ALTERNATIVE_TOKENS, Edit, count_cropped
 from swarmd.values import Span
 from swarmd.wire.history import History
 
@@ -39,6 +39,21 @@ class SessionState:
     n_absent: int = 0
     void: VoidOps = field(default_factory=VoidOps)
     mask: torch.Tensor | None = None
+    borrowed: list[SessionCache] = field(default_factory=list)  # for alternatives, which are not kept
+
+    @property
+    def can_try_alternatives(self) -> bool:
+        """Can tokens be computed behind a part of its cache, and not be kept?"""
+        engine = self.engine
+        is_usual = self.n_rows == 1 and self.mask is None and not self.history.is_exact
+        return is_usual and engine.can_batch and engine.shares_prefixes and self.cache.is_plain
+
+    def borrowed_cache(self, number: int, n_tokens: int) -> SessionCache:
+        """Return a cache that begins with the first ``n_tokens`` of this one; there is one for each ``number``."""
+        while len(self.borrowed) <= number:
+            self.borrowed.append(self.engine.new_cache(self.hop, self.max_tokens + MOST_ALTERNATIVE_TOKENS))
+        self.borrowed[number].borrow(self.cache, n_tokens)
+        return self.borrowed[number]
 
     @property
     def can_share(self) -> bool:

@@ -16,7 +16,7 @@ from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.sampling import SampledToken, Sampler, Sampling
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.gateway.generation.writing import Writer
-from swarmd.plan.chains.flight import Flight
+from swarmd.plan.chains.flight import Flight, TokenWindow
 
 N_BEFORE = 64  # of a prompt's last tokens: a character that begins there has four bytes, in a run of some more
 
@@ -90,7 +90,7 @@ class Answer:
         self.speculation.start(flight, most_tokens, can_fly, now)
         return flight
 
-    def read(self, logits: torch.Tensor, now: float) -> int | None:
+    def read(self, window: TokenWindow, logits: torch.Tensor, now: float) -> int | None:
         """Take the logits [n_wanted, vocabulary] of a window; returns from which number on windows are void."""
         # Row i holds what the model says after the token sent at place i. A token that was tried counts as long as
         # each choice before it was the token sent:
@@ -99,11 +99,11 @@ class Answer:
         #     rows     r0   r1  r2  r3
         #     choice   d0   d1   x            x != d2: x counts, d2 and r3 do not
         n_before = self.n_tokens
-        for row in logits:
-            choice = self._choose(row)
-            is_right = self.speculation.take(choice.token)
+        for row in self.speculation.rows_to_decide(window):
+            choice = self._choose(logits[row])
+            self.speculation.take(choice.token)
             self._count(choice)
-            if self.finish or not is_right:
+            if self.finish:
                 break
         self._take_forced()
         if self.finish:

@@ -80,6 +80,7 @@ class GenerationRow:
         self._flight: Flight | None = None
         self._flies = False  # may windows be under way together?
         self._window: TokenWindow | None = None  # sent next, or last
+        self._answered: TokenWindow | None = None  # last
         self._sent: dict[int, TokenWindow] = {}
         self._step: StepInput | None = None  # waits to be sent, and for its answer
         self._void_from: int | None = None
@@ -141,7 +142,8 @@ class GenerationRow:
             number = self.session.chain.position.seq + 1 if self._flies else 0
             self._flight = self.answer.fly(self._cached, number, self.max_tokens, self._flies, now)
         elif logits is not None:
-            self._void_from = self.answer.read(logits, now)
+            assert self._answered is not None
+            self._void_from = self.answer.read(self._answered, logits, now)
         return self._next_tokens(now)
 
     def _next_tokens(self, now: float) -> list[int]:
@@ -206,7 +208,7 @@ class GenerationRow:
     def _begin_answer(self, window: TokenWindow, cost: PassCost) -> None:
         if len(window.tokens) > window.n_wanted:  # a grammar forced some, which are no tries
             cost = replace(cost, is_alone=False)
-        self.answer.speculation.begin_answer(window.number, cost)
+        self._answered = self.answer.speculation.begin_answer(window.number, cost)
 
     def tell_void(self) -> None:
         """Have all hops hear of windows that are void, if some have become so."""

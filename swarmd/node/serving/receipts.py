@@ -65,11 +65,12 @@ class Receipts:
         seq: int,
         tensor: TensorMeta | None,
         payload: memoryview,
+        n_alternative: int = 0,
     ) -> None:
-        """An op has left a hop, or ended in it without output."""
+        """An op has left a hop, or ended in it without output; ``n_alternative``: see ``Trail.leave``."""
         if hop.trail is None:
             return
-        hop.trail.leave(seq, tensor, payload)
+        hop.trail.leave(seq, tensor, payload, n_alternative)
         if hop.trail.n_ops >= OPS_INTERVAL and not hop.trail.is_broken:
             self._outbox.tell(hop.state.client, self._signed(key, hop))
 

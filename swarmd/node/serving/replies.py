@@ -26,6 +26,7 @@ from swarmd.protocol.wire.messages import (
     Replayed,
     Reroute,
     Rerouted,
+    count_alternative_tokens,
     encode_frame,
 )
 from swarmd.protocol.wire.tuning import OpenLane, TunedHeld
@@ -148,7 +149,8 @@ class WorkerOutputs:
             return
         if op.base is None or op.base[0] + 1 == op.base[1]:
             hop.finish(op.seq)
-        self._receipts.note_output(key, hop, op.seq, op.tensor, frame.payload)
+        n_alternative = count_alternative_tokens(op.alternatives)
+        self._receipts.note_output(key, hop, op.seq, op.tensor, frame.payload, n_alternative)
         if op.epoch != hop.state.epoch:
             return
         if op.times:

@@ -17,6 +17,7 @@ from swarmd.values import Decision
 MOST_AHEAD = 48  # tokens beyond what is known: with those of one window less than a bill takes for tries
 WINDOW_TOKENS = 16  # tokens tried in one window: one beyond them is known
 HORIZON = 64  # tokens of one run of right ones that are reckoned with
+SECOND_ROWS = 1.0  # that a second choice costs: it is computed behind another part of the cache
 NEGLIGIBLE = 0.01  # chance of longer runs than this one
 DEEPER_GAIN = 1.01  # that more tries have to give: they cost drafts and hops something
 LEAST_GAIN = 1.03  # of the tokens in the same time: below, nothing is tried
@@ -152,7 +153,8 @@ def _chance_at(chances: Sequence[float], place: int) -> float:
 class TokenWindow:
     """Tokens that travel as one op, behind ``n_before`` of the text; the last ``n_cropped`` are dropped before them.
 
-    Of the last ``n_wanted`` the answer decides what follows them.
+    Of the last ``n_wanted`` the answer decides what follows them. ``second`` is another way to go on behind
+    ``n_before``: what follows its tokens comes with the answer, too, and no cache keeps them.
     """
 
     number: int
@@ -160,6 +162,7 @@ class TokenWindow:
     tokens: tuple[int, ...]
     n_wanted: int
     n_cropped: int
+    second: tuple[int, ...] = ()
 
 
 # A text, what is tried behind it, and where the caches of all hops are:
@@ -169,23 +172,30 @@ class TokenWindow:
 #     answer    to the window with t4: t5 = d5 is right, t6 is chosen: if it is d6 the next window counts, too
 #
 # Where it is not, ``tried`` is forgotten, all windows behind are void, and the next one begins with t6: it crops what
-# the caches hold beyond t5. A window's answer decides one token for each of its tokens, and none twice.
+# the caches hold beyond t5. One of them may still be of use: the one that began with d6, if its ``second`` was t6. Its
+# answer says what follows t6, a trip before that of the window that t6 is sent in now.
+#
+# Each place of the text is decided once, from the first answer that reaches it by tokens that are all the text's.
 class Flight:
-    """What of one text is known, tried and sent. ``text`` is the caller's list, which grows here."""
+    """What of one text is known, tried and sent. ``text`` is the caller's list, which grows here.
+
+    ``seconds``: second choices, by the places of tokens that were tried.
+    """
 
     def __init__(self, text: list[int], cached: list[int], next_number: int) -> None:
         """The caches hold the tokens ``cached``: those of the text but the last one."""
         self.text = text
         self.tried: list[int] = []
+        self.seconds: dict[int, int] = {}
         self.cached = cached  # what caches hold once all is there that is under way, void tokens included
-        self._windows: deque[TokenWindow] = deque()  # under way, and not void
+        self._windows: deque[TokenWindow] = deque()  # under way, and of use
         self._n_sent = len(cached)  # of text and tried
         self._next_number = next_number
         self._void_from: int | None = None
 
     @property
     def n_under_way(self) -> int:
-        """Windows that are under way, and not void."""
+        """Windows that are under way, and of use."""
         return len(self._windows)
 
     @property
@@ -205,7 +215,9 @@ class Flight:
         known = self.text[first:]
         n_wanted = len(tried) + bool(known)
         tokens = (*known, *tried)
-        window = TokenWindow(self._next_number, first, tokens, n_wanted, self.n_to_crop)
+        second = self.seconds.get(first)
+        others = (second,) if second is not None and not known else ()
+        window = TokenWindow(self._next_number, first, tokens, n_wanted, self.n_to_crop, others)
         self._next_number += 1
         self.cached[first:] = tokens
         self._n_sent = len(self.cached)
@@ -218,26 +230,66 @@ class Flight:
             return None
         return self._windows.popleft()
 
+    def rows_to_decide(self, window: TokenWindow) -> Iterator[int]:
+        """Yield the rows of an answer that decide the next token; each has to be taken before the next is asked for.
+
+        Rows are those of the ``n_wanted`` last tokens, then those of ``second``.
+        """
+        n_first = len(window.tokens) - window.n_wanted
+        for first_row, place, tokens in (
+            (-n_first, window.n_before, window.tokens),
+            (window.n_wanted, window.n_before, window.second),
+        ):
+            for index, token in enumerate(tokens):
+                if place + index >= len(self.text) or self.text[place + index] != token:
+                    break  # it was not the text's, or is not yet
+                if place + index == len(self.text) - 1 and first_row + index >= 0:
+                    yield first_row + index
+
     def take(self, token: int) -> bool:
-        """Add the next token, as the model chose it; returns whether it was tried, so that what follows it counts."""
+        """Add the next token, as the model chose it; returns whether it was what was tried."""
+        place = len(self.text)
         self.text.append(token)
         if self.tried and self.tried[0] == token:
             del self.tried[0]
+            self.seconds.pop(place, None)
             return True
-        self._n_sent = min(self._n_sent, len(self.text) - 1)
-        self.drop_tried()
+        self._drop_from(place)
         return False
 
     def drop_tried(self) -> None:
-        """Make void what was tried beyond the text, and all that is under way."""
+        """Make void what was tried beyond the text, and all that is under way with it."""
+        self._drop_from(len(self.text))
+
+    def _drop_from(self, place: int) -> None:
+        """Forget what was tried from a place on; windows that begin there or behind are void."""
         self.tried.clear()
-        self._n_sent = min(self._n_sent, len(self.text))
-        if self._windows and self._void_from is None:
-            self._void_from = self._windows[0].number
-        self._windows.clear()
+        self.seconds.clear()
+        self._n_sent = min(self._n_sent, place)
+        void = [window for window in self._windows if window.n_before >= place]
+        if void and place < len(self.text) and void[0].second[:1] == (self.text[place],):
+            del void[0]  # its answer says what follows
+        if not void:
+            return
+        while self._windows and self._windows[-1].number >= void[0].number:
+            self._windows.pop()
+        if self._void_from is None or void[0].number < self._void_from:
+            self._void_from = void[0].number
 
     def take_void(self) -> int | None:
         """Return once from which number on windows are void, for the hops to be told."""
         void_from = self._void_from
         self._void_from = None
         return void_from
+
+
+def does_second_pay(chances: Sequence[float], second_chance: float, costs: ChainCosts) -> Decision[bool]:
+    """Decide whether second choices travel too: each is right where the first is not with the chance ``second_chance``.
+
+    One that is right saves a trip, and each costs a row at every hop.
+    """
+    wrong_first = 1 - chances[0]
+    gain_s = wrong_first * second_chance * costs.trip_s
+    cost_s = SECOND_ROWS * (costs.row_s + costs.hop_row_s)
+    found = f"second choices are right {100 * second_chance:.0f} % of the time that the first is not"
+    return Decision(gain_s > cost_s, f"{found}: {1e3 * gain_s:.1f} ms for {1e3 * cost_s:.1f}")

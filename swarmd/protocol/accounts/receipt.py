@@ -19,7 +19,7 @@ from swarmd.protocol.accounts.taken_tokens import TakenTokens
 from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, TensorMeta
 from swarmd.protocol.membership.identity import Identity, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
-from swarmd.protocol.wire.messages import Op, count_cropped, is_reordered
+from swarmd.protocol.wire.messages import Op, count_alternative_tokens, count_cropped, is_reordered
 from swarmd.protocol.wire.tensors import CODECS, ITEM_BYTES, layout_untrusted, token_parts
 
 DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64
@@ -105,6 +105,12 @@ def digests_of(meta: TensorMeta, payload: memoryview | bytes) -> bytes:
     return bytes(digests)
 
 
+def kept_digests(meta: TensorMeta, payload: memoryview | bytes, n_alternative: int) -> bytes:
+    """The digests of an op's tokens but the last ``n_alternative``. Raises RemoteProtocolError."""
+    digests = digests_of(meta, payload)
+    return digests[: len(digests) - n_alternative * DIGEST_BYTES]
+
+
 def _kind_of(meta: TensorMeta) -> bytes:
     """What makes the bytes of a token numbers: all of a checked ``meta`` but how many tokens there are."""
     dtype, codec = tuple(ITEM_BYTES).index(meta.dtype), CODECS.index(meta.codec)
@@ -182,23 +188,28 @@ class Trail:
         n_cropped = min(count_cropped(op.edits), self.n_entered)
         self._drop_last(self.entered, n_cropped)
         n_tokens = 0
+        n_alternative = count_alternative_tokens(op.alternatives)
         if op.tensor is not None:
-            n_tokens = op.tensor.t
+            n_tokens = op.tensor.t - n_alternative
             try:
-                self.entered += digests_of(op.tensor, payload)
+                self.entered += kept_digests(op.tensor, payload, n_alternative)
             except RemoteProtocolError:  # the worker that computes it will say so
                 self.is_broken = True
         n_tokens += op.absent
         self.entered += UNSEEN * op.absent
         self._under.append(_Under(op.seq, n_cropped, n_tokens))
+        self.taken.add(n_alternative, n_alternative)
 
-    def leave(self, seq: int, meta: TensorMeta | None, payload: memoryview | bytes) -> None:
-        """The next op that entered has left, with the last of its tokens, or with none that anybody was given."""
+    def leave(self, seq: int, meta: TensorMeta | None, payload: memoryview | bytes, n_alternative: int = 0) -> None:
+        """The next op that entered has left, with the last of its tokens, or with none that anybody was given.
+
+        ``n_alternative`` of those that left belong to alternatives, which no cache keeps.
+        """
         if self.is_broken or self.is_at_end or not self._under or self._under[0].seq != seq:
             return  # said again
         under = self._under.popleft()
         self._drop_last(self.left, under.n_cropped)
-        digests = b"" if meta is None else digests_of(meta, payload)
+        digests = b"" if meta is None else kept_digests(meta, payload, n_alternative)
         self.left += UNSEEN * (under.n_tokens - len(digests) // DIGEST_BYTES) + digests
         self.taken.add(under.n_cropped, under.n_tokens)
         self.seq = seq

@@ -35,6 +35,8 @@ from swarmd.protocol.fields import (
 from swarmd.protocol.wire import frames, rounds, stages, tuning
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
+MOST_ALTERNATIVES = 16  # of one op: as many as it has tokens that were tried
+MOST_ALTERNATIVE_TOKENS = 16  # of one alternative
 PIECE_BYTES = 64 * 1024  # of zeros: one record of Noise
 ChunkRef = tuple[Count, Count]
 """An entry of the manifest, and one of its chunks."""
@@ -178,6 +180,18 @@ class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
     rows: Rows | None = None
 
 
+class Alternative(msgspec.Struct, frozen=True, array_like=True):
+    """``n`` tokens that go on behind the first ``n_before`` of a session in another way: computed, and not kept."""
+
+    n_before: Count
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_ALTERNATIVE_TOKENS)]
+
+
+def count_alternative_tokens(alternatives: Sequence[Alternative]) -> int:
+    """How many of an op's last tokens belong to alternatives."""
+    return sum(alternative.n for alternative in alternatives)
+
+
 def count_changes(edits: Sequence[Edit], has_tokens: bool) -> int:
     """How much work and memory an op is beside its tokens: of one without any, itself, too."""
     return len(edits) + (not has_tokens)
@@ -204,6 +218,8 @@ class Op(Message, tag="op", frozen=True):
     waiting, of computing. With ``top`` the last hop is asked for the largest logits of each wanted token, too:
     ``logits`` (wire.top), or nothing where it computes no head. After its tokens ``absent`` ones follow: they count
     as others do, nobody has computed them, and a crop takes them away before tokens are put behind them (``Void``).
+    The last tokens of the tensor are those of ``alternatives``, one after the other: their outputs travel on as others'
+    do, beside the ``want`` ones. A hop that cannot compute them leaves them out.
     Payload: hidden states, int32 positions [b, t], with ``has_mask`` one byte a token [b, t].
     """
 
@@ -223,6 +239,7 @@ class Op(Message, tag="op", frozen=True):
     top: bool = False
     logits: Logits = b""
     absent: Absent = 0
+    alternatives: Annotated[tuple[Alternative, ...], msgspec.Meta(max_length=MOST_ALTERNATIVES)] = ()
     needs: Needs = ()
 
 

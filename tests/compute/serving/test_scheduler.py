@@ -72,7 +72,9 @@ class Bench:
         self.seq[key] += 1
         b, t, _ = hidden.shape
         positions = torch.arange(n_past, n_past + t, dtype=torch.int32).expand(b, t)
-        sent = SentOp(self.seq[key], edits, hidden, positions, None)
+        self.put_op(key, SentOp(self.seq[key], edits, hidden, positions, None), marks)
+
+    def put_op(self, key: bytes, sent: SentOp, marks: Op | None = None) -> None:
         header = msgspec.structs.replace(marks or Op(), session=key, epoch=1, settled=self.seq[key] - 1)
         self.feed(encode_op(header, sent, "raw"))
 

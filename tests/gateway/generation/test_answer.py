@@ -66,7 +66,7 @@ def run(
         sent = [*flight.text[: window.n_before], *window.tokens]
         n_first = len(sent) - window.n_wanted
         logits = torch.stack([model(sent[: n_first + i + 1]) for i in range(window.n_wanted)])
-        if answer.read(logits, now) is not None:
+        if answer.read(window, logits, now) is not None:
             windows.clear()
         take_piece()
     return tokens, text, answer, n_passes
