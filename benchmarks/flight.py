@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import time
 from collections import defaultdict
@@ -55,14 +54,15 @@ def client(settings: dict[str, Any]) -> None:
             for chance in settings["chances"]:
                 for way in WAYS if number % 2 else WAYS[::-1]:
                     second = SECOND_CHANCE if way == WAYS[3] else 0.0
-                    source = ScriptedSource(text, chance, DRAFT_S, random.Random(number), second, time.sleep)
+                    source = ScriptedSource(text, chance, DRAFT_S, number, second, time.sleep)
                     model.speculation.sources = [] if way == "plain" else [lambda source=source: source]
                     ChainSession.can_fly = can_fly if way in WAYS[2:] else False  # type: ignore[assignment, method-assign]
                     same, speed = generate(model, start, settings["tokens"] if number else 24)
                     assert same == text[: len(same)], "other tokens than plain decoding"
                     counted, tried = model.last_session.statistics, model.last_speculation
                     if number:
-                        row = [speed, counted.steps, counted.n_void, tried.n_sent, tried.n_taken]
+                        chance_found = source.count_right(N_PROMPT + 1) / (len(text) - N_PROMPT - 1)
+                        row = [speed, counted.steps, counted.n_void, tried.n_sent, tried.n_taken, chance_found]
                         found[f"{chance:g}"][way].append(row)
     print(json.dumps(found))
 
@@ -79,7 +79,7 @@ def generate(model: Any, start: torch.Tensor, n_tokens: int) -> tuple[list[int],
 def report(which: str, one_way_ms: float, found: dict[str, dict[str, list[list[float]]]]) -> None:
     for chance, ways in found.items():
         plain, window, flight, seconds = (statistics.median(row[0] for row in ways[way]) for way in WAYS)
-        run = 1 / (1 - float(chance))
+        run = 1 / (1 - statistics.median(row[5] for row in ways["in flight"]))
         possible = run / (1 / plain + (run - 1) * DRAFT_S)
         steps, void, tried, taken = (statistics.median(row[n] for row in ways["in flight"]) for n in (1, 2, 3, 4))
         ratios = f"{flight / plain:.2f} | {flight / window:.2f}"
@@ -103,10 +103,8 @@ def main() -> None:
     if options.client:
         client(options.client)
         return
-    print(
-        "| model | ms | a | plain | one window | in flight | and seconds | of plain | of one window | formula | windows | right |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    columns = ("model", "ms", "a", *WAYS, "of plain", "of one window", "formula", "windows", "right")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with TemporaryDirectory() as root:
         for which, spans in SPANS.items():
             if options.only not in (None, which):

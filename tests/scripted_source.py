@@ -11,6 +11,8 @@ WRONG = 0  # what it says instead of the right token, which the texts of its use
 class ScriptedSource:
     """Proposes ``text``, each token rightly with the chance ``chance``; where it is wrong, its second choice is right
     with the chance ``second_chance``. ``each_s`` is what a token costs; ``sleep`` has that time pass, where it is real.
+
+    Where it is right depends on the place and the ``seed`` alone: however the text is generated, that is the same.
     """
 
     def __init__(
@@ -18,17 +20,24 @@ class ScriptedSource:
         text: Sequence[int],
         chance: float,
         each_s: float,
-        rng: random.Random,
+        seed: int,
         second_chance: float = 0.0,
         sleep: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.each_s = each_s
-        self._text = text
-        self._chance = chance
-        self._second_chance = second_chance
-        self._rng = rng
         self._sleep = sleep
-        self._seconds: dict[int, int] = {}
+        self._has_seconds = second_chance > 0
+        rng = random.Random(seed)
+        self._firsts: list[int] = []
+        self._seconds: list[int] = []
+        for token in text:
+            is_right, is_second_right = rng.random() < chance, rng.random() < second_chance
+            self._firsts.append(token if is_right else WRONG)
+            self._seconds.append(token if not is_right and is_second_right else WRONG)
+
+    def count_right(self, first: int) -> int:
+        """Count the places from ``first`` on where it is right."""
+        return sum(token != WRONG for token in self._firsts[first:])
 
     def begin(self, prompt: Sequence[int]) -> None: ...
 
@@ -36,14 +45,9 @@ class ScriptedSource:
 
     def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
         first = len(text) + len(tried)
-        proposed = []
-        for place, right in enumerate(self._text[first : first + max_tokens], first):
-            is_right = self._rng.random() < self._chance
-            is_second_right = not is_right and self._rng.random() < self._second_chance
-            proposed.append(right if is_right else WRONG)
-            self._seconds[place] = right if is_second_right else WRONG
+        proposed = self._firsts[first : first + max_tokens]
         self._sleep(self.each_s * len(proposed))
         return proposed
 
     def second_choice(self, place: int) -> int | None:
-        return self._seconds.get(place) if self._second_chance else None
+        return self._seconds[place] if self._has_seconds else None

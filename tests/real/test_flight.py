@@ -61,7 +61,7 @@ def test_a_hop_that_is_killed_in_mid_flight_changes_no_token(stage: Stage, seed:
     model.speculation.sources = []
     text = generate(model, inputs)
     victim = stage.volunteers[rng.randrange(3)]
-    source = ScriptedSource(text, 0.8, 0.002, rng, 0.5, time.sleep)
+    source = ScriptedSource(text, 0.8, 0.002, seed, 0.5, time.sleep)
     model.speculation.sources = [lambda: source]
     blow = threading.Timer(rng.uniform(0.05, 0.3), victim.signal, (signal.SIGKILL, "daemon"))
     blow.start()

@@ -56,7 +56,7 @@ async def test_the_text_is_that_of_the_whole_model(virtual_time: MockClock, seed
     async with generation() as run:
         spread_delays(run, rng)
         source = ScriptedSource(
-            expected, rng.choice([0.5, 0.8, 0.95]), rng.choice([0.002, 0.015]), rng, rng.choice([0.0, 0.5])
+            expected, rng.choice([0.5, 0.8, 0.95]), rng.choice([0.002, 0.015]), seed, rng.choice([0.0, 0.5])
         )
         flying = FlyingText(run.session, source, N_TOKENS)
         victim = run.peers[rng.randrange(N_HOPS)]

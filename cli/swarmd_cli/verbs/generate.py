@@ -227,6 +227,8 @@ def _generate_here(swarm: Any, model: Any, task: _Task, as_json: bool) -> None:
                 "checks": [asdict(finding) for finding in checks.findings],
                 "tried_ahead": speculation.n_sent,
                 "taken_ahead": speculation.n_taken,
+                "void_windows": statistics.n_void,
+                "tried_because": speculation.last_plan,
             }
         )
         return
@@ -235,7 +237,8 @@ def _generate_here(swarm: Any, model: Any, task: _Task, as_json: bool) -> None:
     if slowest_passes is not None:
         print(slowest_passes, file=sys.stderr)
     if speculation.n_sent:
-        print(f"{speculation.n_taken} of {speculation.n_sent} tokens tried ahead were right", file=sys.stderr)
+        tried = f"{speculation.n_taken} of {speculation.n_sent} tokens tried ahead were right"
+        print(f"{tried}, {statistics.n_void} windows were void. {speculation.last_plan}", file=sys.stderr)
     for token, hop, reason in doubts[:1]:
         answer_token = max(0, token + 1 - n_prompt)
         print(describe_doubt(answer_token, hop, reason), file=sys.stderr)

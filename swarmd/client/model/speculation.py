@@ -205,7 +205,8 @@ class Speculation:
         self.costs = costs
         self.n_sent = 0
         self.n_taken = 0
-        self.reason = "no pass yet"
+        self.reason = "no pass yet"  # for what is tried now, or is not
+        self.last_plan = ""  # how far ahead tokens were tried last, and why
         self.plan = PLAIN
         self._records = [_SourceRecord(source) for source in sources]
         self._record: _SourceRecord | None = None  # whose tries the plan is for
@@ -372,6 +373,7 @@ class Speculation:
             self.reason = decision.reason if not self._flight.tried else self.reason
             if decision.action.n_ahead > len(self._flight.tried):
                 self.plan = decision.action
+                self.last_plan = decision.reason
                 self._record = record
                 return True
             record.forget()

@@ -160,7 +160,7 @@ def test_a_source_that_is_right_is_asked_when_another_knows_nothing() -> None:
     rng = random.Random(5)
     text = [rng.randrange(1, 1_000) for _ in range(300)]
     chain = TimedChain(text, 1.0, 0.1)
-    speculation = Speculation(chain.costs, [Lookup(), ScriptedSource(text, 1.0, 0.05, random.Random(1))])
+    speculation = Speculation(chain.costs, [Lookup(), ScriptedSource(text, 1.0, 0.05, 1)])
     assert chain.generate(10, speculation) > 3
     assert speculation.n_taken == speculation.n_sent > 150
 
@@ -179,14 +179,11 @@ def test_windows_in_flight_come_near_what_can_be(chance: float) -> None:
     rng = random.Random(2)
     text = [rng.randrange(1, 1_000) for _ in range(3_000)]
     chain = TimedChain(text, 0.22, 0.003, n_hops=3, computing=0.1)
-    speculation = Speculation(chain.costs, [ScriptedSource(text, chance, 0.015, random.Random(1))])
+    speculation = Speculation(chain.costs, [ScriptedSource(text, chance, 0.015, 1)])
     speed = chain.generate(10, speculation, can_fly=True) / 0.22
     assert speed > 0.9 * formula(chance, 0.22, 0.015), speculation.reason
     one_window = TimedChain(text, 0.22, 0.003, n_hops=3, computing=0.1)
-    slower = (
-        one_window.generate(10, Speculation(one_window.costs, [ScriptedSource(text, chance, 0.015, random.Random(1))]))
-        / 0.22
-    )
+    slower = one_window.generate(10, Speculation(one_window.costs, [ScriptedSource(text, chance, 0.015, 1)])) / 0.22
     assert speed > 1.2 * slower
 
 
@@ -196,7 +193,7 @@ def test_in_flight_too_tries_cost_less_than_three_percent(chance: float, computi
     rng = random.Random(3)
     text = [rng.randrange(1, 1_000) for _ in range(1_000)]
     chain = TimedChain(text, 0.1, 0.02 * computing, n_hops=3, computing=computing)
-    speculation = Speculation(chain.costs, [Lookup(), ScriptedSource(text, chance, 0.03, random.Random(1))])
+    speculation = Speculation(chain.costs, [Lookup(), ScriptedSource(text, chance, 0.03, 1)])
     assert chain.generate(10, speculation, can_fly=True) > 0.97, speculation.reason
 
 
@@ -207,7 +204,7 @@ def test_second_choices_save_trips(chance: float) -> None:
     speeds = []
     for second_chance in (0.0, 0.45):
         chain = TimedChain(text, 0.22, 0.003, n_hops=3, computing=0.1)
-        source = ScriptedSource(text, chance, 0.015, random.Random(1), second_chance)
+        source = ScriptedSource(text, chance, 0.015, 1, second_chance)
         speeds.append(chain.generate(10, Speculation(chain.costs, [source]), can_fly=True))
     assert speeds[1] > 1.04 * speeds[0]
 
@@ -216,9 +213,9 @@ def test_second_choices_that_are_never_right_are_not_sent() -> None:
     rng = random.Random(2)
     text = [rng.randrange(1, 1_000) for _ in range(1_000)]
     chain = TimedChain(text, 0.1, 0.01, n_hops=3, computing=0.4)
-    source = ScriptedSource(text, 0.9, 0.01, random.Random(1), second_chance=1e-9)
+    source = ScriptedSource(text, 0.9, 0.01, 1, second_chance=1e-9)
     speculation = Speculation(chain.costs, [source])
     plain = TimedChain(text, 0.1, 0.01, n_hops=3, computing=0.4)
-    without = ScriptedSource(text, 0.9, 0.01, random.Random(1))
+    without = ScriptedSource(text, 0.9, 0.01, 1)
     slower = plain.generate(10, Speculation(plain.costs, [without]), can_fly=True)
     assert chain.generate(10, speculation, can_fly=True) > 0.95 * slower
