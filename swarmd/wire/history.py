@@ -14,13 +14,8 @@ from pathlib import Path
 
 import torch
 
-from swarmd.protocol.wire.messages import (
-    Alternative,
-    Edit,
-    count_alternative_tokens,
-    count_changes,
-    count_cropped,
-)
+from swarmd.protocol.wire.alternatives import Alternative, count_alternative_tokens
+from swarmd.protocol.wire.messages import Edit, count_changes, count_cropped
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
 

@@ -14,7 +14,8 @@ from swarmd.client.links.ops import StepInput
 from swarmd.client.model.speculation import Costs, PassCost, Speculation
 from swarmd.client.sessions.session import ChainSession
 from swarmd.plan.chains.flight import Flight, TokenWindow
-from swarmd.protocol.wire.messages import Alternative, Edit
+from swarmd.protocol.wire.alternatives import Alternative
+from swarmd.protocol.wire.messages import Edit
 from tests.scripted_source import ScriptedSource
 from tests.sim.swarm import HIDDEN, Reference
 

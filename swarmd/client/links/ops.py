@@ -14,8 +14,9 @@ from swarmd.net.interfaces import is_loopback
 from swarmd.plan.chains.batching import tokens_of_op
 from swarmd.plan.chains.codec import choose_codec
 from swarmd.protocol.understanding import understanding_of
+from swarmd.protocol.wire.alternatives import Alternative, count_alternative_tokens
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import Alternative, Edit, Op, count_alternative_tokens
+from swarmd.protocol.wire.messages import Edit, Op
 from swarmd.protocol.wire.tensors import CHANGES, CODECS, max_tokens_per_frame
 from swarmd.values import Decision, PeerId
 from swarmd.wire import top

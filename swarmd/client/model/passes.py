@@ -20,7 +20,7 @@ from swarmd.client.model.speculation import PassCost
 from swarmd.client.model.swarm_head import SwarmHead
 from swarmd.client.model.traced_pass import StepPass
 from swarmd.plan.chains.flight import TokenWindow
-from swarmd.protocol.wire.messages import Alternative
+from swarmd.protocol.wire.alternatives import Alternative
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from swarmd.client.links.ops import StepInput
 from swarmd.compute.cache.absent_layer import AbsentLayer
 from swarmd.compute.model import skeleton
 from swarmd.errors import CacheExhausted
-from swarmd.protocol.wire.messages import Alternative, Edit, count_alternative_tokens
+from swarmd.protocol.wire.alternatives import Alternative, count_alternative_tokens
+from swarmd.protocol.wire.messages import Edit
 
 
 class Session(Protocol):

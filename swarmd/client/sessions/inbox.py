@@ -19,16 +19,9 @@ from swarmd.client.sessions.step_state import OpInFlight, OpsInFlight, WrongChai
 from swarmd.errors import CacheExhausted, Code, Refused, RemoteProtocolError
 from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.wire.alternatives import count_alternative_tokens
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import (
-    AnyMessage,
-    Leaving,
-    Op,
-    Progress,
-    Refusal,
-    Suspect,
-    count_alternative_tokens,
-)
+from swarmd.protocol.wire.messages import AnyMessage, Leaving, Op, Progress, Refusal, Suspect
 from swarmd.values import PeerId
 
 HOP_LOST = (Code.NO_SESSION, Code.SESSION_LOST, Code.NOT_SERVING)

@@ -21,7 +21,8 @@ from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageRece
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import MAX_SKEW_S
-from swarmd.protocol.wire.messages import count_alternative_tokens, count_cropped, is_reordered
+from swarmd.protocol.wire.alternatives import count_alternative_tokens
+from swarmd.protocol.wire.messages import count_cropped, is_reordered
 from swarmd.values import PeerId
 from swarmd.wire.history import SentOp
 from swarmd.wire.tensors import pack

@@ -10,8 +10,9 @@ from swarmd.errors import Code, Refused
 from swarmd.protocol.accounts.taken_tokens import MOST_TRIED
 from swarmd.protocol.fields import MOST_ABSENT
 from swarmd.protocol.wire import messages
+from swarmd.protocol.wire.alternatives import count_alternative_tokens
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES
-from swarmd.protocol.wire.messages import Op, count_alternative_tokens, count_cropped
+from swarmd.protocol.wire.messages import Op, count_cropped
 from swarmd.wire.tensors import unpack_untrusted
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding

@@ -18,7 +18,8 @@ from swarmd.compute.serving.session_state import SessionState
 from swarmd.plan.chains.prefixes import PrefixExtension
 from swarmd.protocol.fields import MOST_ABSENT, MOST_HOPS_TIMED
 from swarmd.protocol.wire import messages
-from swarmd.protocol.wire.messages import Op, count_alternative_tokens
+from swarmd.protocol.wire.alternatives import count_alternative_tokens
+from swarmd.protocol.wire.messages import Op
 from swarmd.protocol.wire.worker import Done
 from swarmd.wire.history import SentOp
 from swarmd.wire.ops import encode_op

@@ -21,6 +21,7 @@ from swarmd.compute.serving.session_state import SessionState
 from swarmd.errors import Code, Refused
 from swarmd.plan.chains.prefixes import BLOCK_TOKENS, Prefix, PrefixExtension
 from swarmd.protocol.wire import messages
+from swarmd.protocol.wire.alternatives import count_alternative_tokens
 from swarmd.protocol.wire.messages import (
     CachePart,
     HandedOver,
@@ -32,7 +33,6 @@ from swarmd.protocol.wire.messages import (
     Replayed,
     TokensAre,
     WantTokens,
-    count_alternative_tokens,
     count_cropped,
 )
 from swarmd.protocol.wire.tensors import max_tokens_per_frame

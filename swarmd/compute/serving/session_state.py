@@ -11,7 +11,8 @@ from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.session_cache import SessionCache
 from swarmd.compute.serving.engine import Engine
 from swarmd.plan.chains.void_ops import VoidOps
-from swarmd.protocol.wire.messages import MOST_ALTERNATIVE_TOKENS, Edit, count_cropped
+from swarmd.protocol.wire.alternatives import MOST_ALTERNATIVE_TOKENS
+from swarmd.protocol.wire.messages import Edit, count_cropped
 from swarmd.values import Span
 from swarmd.wire.history import History
 

@@ -14,6 +14,7 @@ from swarmd.node.serving.recompute import Recompute
 from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerReply
 from swarmd.plan.chains.hop import SessionHop
 from swarmd.plan.chains.lane_table import LaneHop
+from swarmd.protocol.wire.alternatives import count_alternative_tokens
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import (
     CachePart,
@@ -26,7 +27,6 @@ from swarmd.protocol.wire.messages import (
     Replayed,
     Reroute,
     Rerouted,
-    count_alternative_tokens,
     encode_frame,
 )
 from swarmd.protocol.wire.tuning import OpenLane, TunedHeld

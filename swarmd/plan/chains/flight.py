@@ -286,10 +286,11 @@ class Flight:
 def does_second_pay(chances: Sequence[float], second_chance: float, costs: ChainCosts) -> Decision[bool]:
     """Decide whether second choices travel too: each is right where the first is not with the chance ``second_chance``.
 
-    One that is right saves a trip, and each costs a row at every hop.
+    Each costs a row at every hop. One that is right saves a trip where the try behind it is wrong: else that would have
+    travelled on, too.
     """
-    wrong_first = 1 - chances[0]
-    gain_s = wrong_first * second_chance * costs.trip_s
+    wrong_twice = (1 - chances[0]) ** 2
+    gain_s = wrong_twice * second_chance * costs.trip_s
     cost_s = SECOND_ROWS * (costs.row_s + costs.hop_row_s)
     found = f"second choices are right {100 * second_chance:.0f} % of the time that the first is not"
     return Decision(gain_s > cost_s, f"{found}: {1e3 * gain_s:.1f} ms for {1e3 * cost_s:.1f}")

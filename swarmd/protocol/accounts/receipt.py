@@ -19,7 +19,8 @@ from swarmd.protocol.accounts.taken_tokens import TakenTokens
 from swarmd.protocol.fields import Block, Count, Digest, Name, SessionKey, TensorMeta
 from swarmd.protocol.membership.identity import Identity, public_key_of_untrusted, verify
 from swarmd.protocol.untrusted import decode
-from swarmd.protocol.wire.messages import Op, count_alternative_tokens, count_cropped, is_reordered
+from swarmd.protocol.wire.alternatives import count_alternative_tokens
+from swarmd.protocol.wire.messages import Op, count_cropped, is_reordered
 from swarmd.protocol.wire.tensors import CODECS, ITEM_BYTES, layout_untrusted, token_parts
 
 DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64

@@ -33,10 +33,9 @@ from swarmd.protocol.fields import (
     Weight,
 )
 from swarmd.protocol.wire import frames, rounds, stages, tuning
+from swarmd.protocol.wire.alternatives import MOST_ALTERNATIVES, Alternative
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
-MOST_ALTERNATIVES = 16  # of one op: as many as it has tokens that were tried
-MOST_ALTERNATIVE_TOKENS = 16  # of one alternative
 PIECE_BYTES = 64 * 1024  # of zeros: one record of Noise
 ChunkRef = tuple[Count, Count]
 """An entry of the manifest, and one of its chunks."""
@@ -178,18 +177,6 @@ class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
 
     crop: Annotated[int, msgspec.Meta(ge=0, le=2**22)] | None = None
     rows: Rows | None = None
-
-
-class Alternative(msgspec.Struct, frozen=True, array_like=True):
-    """``n`` tokens that go on behind the first ``n_before`` of a session in another way: computed, and not kept."""
-
-    n_before: Count
-    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_ALTERNATIVE_TOKENS)]
-
-
-def count_alternative_tokens(alternatives: Sequence[Alternative]) -> int:
-    """How many of an op's last tokens belong to alternatives."""
-    return sum(alternative.n for alternative in alternatives)
 
 
 def count_changes(edits: Sequence[Edit], has_tokens: bool) -> int:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
-from swarmd.protocol.wire.messages import Alternative, Edit, Op, Refusal
+from swarmd.protocol.wire.alternatives import Alternative
+from swarmd.protocol.wire.messages import Edit, Op, Refusal
 from swarmd.wire.history import Budget, History, SentOp
 from tests import checkpoints
 from tests.compute.serving.test_scheduler import BLOCKS, Bench, alike, whole
