@@ -94,6 +94,9 @@ class PlayedSession(ChainSession):
     def layer_arity(self) -> int:
         return 0
 
+    def ignore_windows(self) -> None:
+        """None are under way."""
+
     async def step(self, step: StepInput) -> torch.Tensor:
         await trio.lowlevel.checkpoint()
         assert step.hidden is not None

@@ -33,12 +33,12 @@ def choose(out: torch.Tensor) -> int:
     return 1 + int((out.double() * 1e6).sum().round()) % (VOCABULARY - 1)
 
 
-def plain_text(n_tokens: int, n_blocks: int) -> list[int]:
+def plain_text(n_tokens: int, n_blocks: int, prompt: Sequence[int] = PROMPT) -> list[int]:
     """What the whole model says, token by token."""
     reference = Reference(n_blocks)
-    out = reference.step(embed(PROMPT))
-    text = list(PROMPT)
-    while len(text) < len(PROMPT) + n_tokens:
+    out = reference.step(embed(prompt))
+    text = list(prompt)
+    while len(text) < len(prompt) + n_tokens:
         text.append(choose(out[0, -1]))
         out = reference.step(embed(text[-1:]))
     return text
@@ -51,6 +51,7 @@ class FlyingText:
         self.session = session
         self.speculation = Speculation(Costs(), [source])
         self.text = list(PROMPT)
+        self.flight = Flight([], [], 0)
         self._each_s = source.each_s
         self._n_tokens = len(PROMPT) + n_tokens
         self._sent: dict[int, TokenWindow] = {}
@@ -63,15 +64,27 @@ class FlyingText:
         out = await self.session.step(StepInput(embed(PROMPT), positions, want=1))
         assert out is not None
         self.text.append(choose(out[0, -1]))
-        flight = Flight(self.text, self.text[:-1], self.session.chain.position.seq + 1)
+        self.flight = Flight(self.text, self.text[:-1], self.session.chain.position.seq + 1)
         assert self.session.can_fly
-        self.speculation.start(flight, self._n_tokens, can_fly=True, now=trio.current_time(), tries_seconds=True)
+        self.speculation.start(self.flight, self._n_tokens, can_fly=True, now=trio.current_time(), tries_seconds=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._receive)
             while len(self.text) < self._n_tokens:
                 await self._go_on()
             nursery.cancel_scope.cancel()
+        void_from = self.speculation.stop()
+        if void_from is not None:
+            self.session.void_from(void_from)
+        self.session.ignore_windows()
         return self.text
+
+    async def go_on(self, n_shared: int, tokens: Sequence[int]) -> int:
+        """Take a step in the same session, as a next turn does that begins like this text; returns what follows."""
+        positions = torch.arange(n_shared, n_shared + len(tokens), dtype=torch.int32).unsqueeze(0)
+        crop = Edit(crop=len(self.flight.cached) - n_shared)
+        out = await self.session.step(StepInput(embed(tokens), positions, (crop,), want=1))
+        assert out is not None
+        return choose(out[0, -1])
 
     async def _receive(self) -> None:
         while True:

@@ -64,6 +64,10 @@ async def test_the_text_is_that_of_the_whole_model(virtual_time: MockClock, seed
         async with trio.open_nursery() as nursery:
             nursery.start_soon(strike_later, run, victim, way, rng.uniform(0.0, 1.5))
             assert await flying.run() == expected
+            n_shared = min(len(flying.flight.cached), len(expected) - 1) - rng.randrange(3)
+            turn = [*expected[:n_shared], 11, 12]
+            (*_, following) = plain_text(1, N_BLOCKS, turn)
+            assert await flying.go_on(n_shared, turn[n_shared:]) == following, "a next turn goes on in the same session"
             nursery.cancel_scope.cancel()
         speculation = flying.speculation
         assert speculation.n_taken > 0 or "nothing is tried ahead" in speculation.reason

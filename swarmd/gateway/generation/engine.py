@@ -223,6 +223,7 @@ class GenerationEngine:
         finally:
             report.total_s = trio.current_time() - began_at
             if is_complete and row.answer.options.keeps:
+                row.leave_session()
                 ended_at = trio.current_time()
                 self._kept.append(KeptSession(row.session, row.tokens, row.max_tokens, ended_at, row.key))
             else:

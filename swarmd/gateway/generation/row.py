@@ -19,6 +19,9 @@ from swarmd.plan.chains.flight import Flight, TokenWindow
 from swarmd.protocol.wire.messages import Edit
 
 
+NO_TOKEN = -1  # what no prompt has: hops may not have computed it
+
+
 @dataclass(slots=True)
 class RowReport:
     """What became of a request, in numbers and words; times are seconds since it began."""
@@ -111,8 +114,9 @@ class GenerationRow:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What the session's caches hold, tokens that nobody wants any more included."""
-        return tuple(self._cached)
+        """What the session's caches hold; NO_TOKEN for each that was tried, and is of no use to anybody."""
+        n_tried = 0 if self._flight is None else self._flight.n_to_crop
+        return (*self._cached[: len(self._cached) - n_tried], *[NO_TOKEN] * n_tried)
 
     @property
     def start(self) -> int:
@@ -121,7 +125,9 @@ class GenerationRow:
 
     @property
     def is_waiting(self) -> bool:
-        """Is something under way?"""
+        """Is something under way that the answer needs?"""
+        if self.answer.finish:
+            return False
         return self._step is not None or (self._flight is not None and self._flight.n_under_way > 0)
 
     @property
@@ -217,6 +223,11 @@ class GenerationRow:
         if void_from is not None:
             self.session.void_from(void_from)
             self._sent = {number: window for number, window in self._sent.items() if number < void_from}
+
+    def leave_session(self) -> None:
+        """Leave the session to steps of others: the answer has ended, and what is under way is of no use to it."""
+        self.tell_void()
+        self.session.ignore_windows()
 
     def offer(self, served: ServedLogits | None, checks: HeadChecks | None) -> ServerLogits | None:
         """Return logits that came, and whether they are checked; None without any."""

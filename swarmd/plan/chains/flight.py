@@ -19,6 +19,7 @@ WINDOW_TOKENS = 16  # tokens tried in one window: one beyond them is known
 HORIZON = 64  # tokens of one run of right ones that are reckoned with
 SECOND_ROWS = 1.0  # that a second choice costs: it is computed behind another part of the cache
 NEGLIGIBLE = 0.01  # chance of longer runs than this one
+WORSE_DEPTHS = 2  # one after the other: what is deeper is worse still, and each costs 10 us to compare
 DEEPER_GAIN = 1.01  # that more tries have to give: they cost drafts and hops something
 LEAST_GAIN = 1.03  # of the tokens in the same time: below, nothing is tried
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, MOST_AHEAD)  # that are compared
@@ -72,7 +73,11 @@ def choose_plan(
         return Decision(PLAIN, "nothing is tried ahead: no pass was measured yet")
     best = PLAIN
     best_speed = plain_speed = 1 / costs.trip_s
+    n_worse = 0
     for n_ahead in (n for n in DEPTHS if n <= max_ahead):
+        n_worse += 1
+        if n_worse > WORSE_DEPTHS:
+            break
         candidates = []
         if n_ahead <= WINDOW_TOKENS:
             candidates.append((window_speed(chances, costs, draft_s, n_ahead), FlightPlan(n_ahead, flies=False)))
@@ -82,6 +87,7 @@ def choose_plan(
             if speed > DEEPER_GAIN * best_speed:
                 best = plan
                 best_speed = speed
+                n_worse = 0
     cost_s = draft_s + costs.row_s
     found = f"{100 * chances[0]:.0f} % are right, each costs {1e3 * cost_s:.1f} ms of {1e3 * costs.trip_s:.0f} a trip"
     gain = best_speed / plain_speed
