@@ -151,7 +151,7 @@ async def test_who_signs_that_nothing_passed_is_done_without(virtual_time: MockC
     async with chat(*THREE) as run:
         receipts = receipts_of(run, place)
         sign_outputs = receipts.note_output
-        receipts.note_output = lambda key, hop, seq, tensor, payload: sign_outputs(key, hop, seq, None, payload)  # type: ignore[method-assign]
+        receipts.note_output = lambda key, hop, seq, tensor, payload, n: sign_outputs(key, hop, seq, None, payload)  # type: ignore[method-assign]
         await run.generate(FIRST_WINDOW_OPS + 10)
         assert run.session.statistics.doubts
         assert run.peers[place] not in [link.hop.peer for link in run.session.chain.links]
