@@ -95,6 +95,11 @@ class BlockingSession:
         return answer
 
     @property
+    def hops_s(self) -> tuple[float, ...]:
+        """See ChainSession."""
+        return self.chain_session.hops_s
+
+    @property
     def can_fly(self) -> bool:
         """See ChainSession."""
         return self.chain_session.can_fly

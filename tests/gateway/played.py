@@ -76,6 +76,7 @@ class PlayedSession(ChainSession):
 
     served_logits = None
     can_fly = False
+    hops_s = ()
 
     def __init__(self, max_tokens: int) -> None:
         self.played = Statistics()

@@ -163,7 +163,7 @@ def _decode(text: GeneratedText, passes: Passes, speculation: Speculation) -> No
     while not text.is_done:
         now = time.perf_counter()
         if speculation.is_due(now):
-            passes.send(speculation.next_window(now))
+            passes.send(speculation.next_window(now), speculation.plan.flies)
             continue
         passed = passes.receive(speculation.patience_s(now))
         if passed is None:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -46,8 +46,8 @@ class Passes(Protocol):
     def next_number(self) -> int:
         """The number of the next window."""
 
-    def send(self, window: TokenWindow) -> None:
-        """Send tokens on their way."""
+    def send(self, window: TokenWindow, flies: bool) -> None:
+        """Send tokens on their way; ``flies``: others may follow before their answer is here."""
 
     def receive(self, timeout_s: float | None) -> PassLogits | None:
         """Wait for the next answer, as long as it takes or for so long; None where none came."""
@@ -86,7 +86,7 @@ class LogitsSource:
     def passes(self) -> Passes:
         """How windows travel, behind a prompt that was computed."""
         if self.traced is not None and isinstance(self.cache, RemoteCache) and self.cache.can_fly:
-            return FlyingPasses(self.cache, self.traced, self.head)
+            return FlyingPasses(self.cache, self.traced, self.head, SinglePasses(self))
         return SinglePasses(self)
 
 
@@ -100,7 +100,12 @@ class SinglePasses:
         self._source = source
         self._window: TokenWindow | None = None
 
-    def send(self, window: TokenWindow) -> None:
+    @property
+    def has_window(self) -> bool:
+        """Is one to be computed?"""
+        return self._window is not None
+
+    def send(self, window: TokenWindow, flies: bool) -> None:
         """Keep a window."""
         self._window = window
 
@@ -122,19 +127,26 @@ class SinglePasses:
 
 
 class FlyingPasses:
-    """Windows that are under way together: each goes in before the answer to the one before is here."""
+    """Windows that are under way together: each goes in before the answer to the one before is here.
+
+    One that flies alone is computed as ``single`` does, which takes less time here.
+    """
 
     can_fly = True
 
-    def __init__(self, cache: RemoteCache, traced: StepPass, head: SwarmHead | None) -> None:
+    def __init__(self, cache: RemoteCache, traced: StepPass, head: SwarmHead | None, single: SinglePasses) -> None:
         self._cache = cache
+        self._single = single
         self._traced = traced
         self._head = head
         self._sent: deque[tuple[TokenWindow, torch.Tensor, float]] = deque()  # positions, and seconds it took here
         self.next_number = cache.next_number
 
-    def send(self, window: TokenWindow) -> None:
+    def send(self, window: TokenWindow, flies: bool) -> None:
         """Compute the part before the swarm, and send it."""
+        if not flies and not self._sent:
+            self._single.send(window, flies)
+            return
         started_at = time.perf_counter()
         ids = torch.tensor([(*window.tokens, *window.second)])
         places = [torch.arange(len(tokens)) + window.n_before for tokens in (window.tokens, window.second)]
@@ -149,6 +161,11 @@ class FlyingPasses:
 
     def receive(self, timeout_s: float | None) -> PassLogits | None:
         """Wait for an answer, and compute the part behind the swarm."""
+        if self._single.has_window:
+            passed = self._single.receive(timeout_s)
+            assert passed is not None
+            assert self._cache.session is not None
+            return replace(passed, cost=replace(passed.cost, hops_s=self._cache.session.hops_s))
         arrived = self._cache.receive(timeout_s)
         if arrived is None or not self._sent or self._sent[0][0].number != arrived.seq:
             return None  # it had come before its window was void

@@ -120,6 +120,7 @@ class ChainSession:
         self._pause_repair = PauseRepair(self.chain, self._repairs, self._is_pausing)
         self._windows: deque[SentWindow] = deque()
         self._logits: ServedLogits | None = None
+        self.hops_s: tuple[float, ...] = ()  # that the last step was computed at each hop, where hops tell
         self._is_step_open = False  # one is under way, or broke off: then nobody knows what its servers did
         self._is_closed = False
 
@@ -177,6 +178,7 @@ class ChainSession:
             while n_sent - len(outputs) >= most_in_flight:
                 answer = await self._receive_answer(first + len(outputs))
                 self._logits = answer.logits
+                self.hops_s = answer.hops_s
                 outputs.append(answer.hidden)
         self._is_step_open = False
         out = None

@@ -18,7 +18,6 @@ from swarmd.gateway.generation.head import ServerLogits
 from swarmd.plan.chains.flight import Flight, TokenWindow
 from swarmd.protocol.wire.messages import Edit
 
-
 NO_TOKEN = -1  # what no prompt has: hops may not have computed it
 
 
@@ -200,7 +199,7 @@ class GenerationRow:
             self._step = None
             assert outputs is not None
             if self._window is not None:
-                cost = PassCost(len(self._window.tokens), trio.current_time() - began_at)
+                cost = PassCost(len(self._window.tokens), trio.current_time() - began_at, 0.0, self.session.hops_s)
                 self._begin_answer(self._window, cost)
             return outputs[0, -step.want :], self.session.served_logits
         arrived = await self.session.receive()
