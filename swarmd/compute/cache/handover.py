@@ -129,9 +129,8 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
 
 
 def _put_op(tensors: Tensors, name: str, sent: SentOp) -> None:
-    parts = {"hidden": sent.hidden, "positions": sent.positions, "mask": sent.mask}
-    for part, value in parts.items():
-        if value is not None:
+    for part, value in zip(("hidden", "positions", "mask"), sent.kept() or (), strict=False):
+        if value is not None:  # alternatives are left out: the client sees that they do not come
             tensors[f"{name}.{part}"] = value.contiguous()
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
+from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.alternatives import Alternative
-from swarmd.protocol.wire.messages import Edit, Op, Refusal
+from swarmd.protocol.wire.frames import FrameDecoder
+from swarmd.protocol.wire.messages import CachePart, Edit, HandOver, Inherited, Op, Refusal
 from swarmd.wire.history import Budget, History, SentOp
 from tests import checkpoints
 from tests.compute.serving.test_scheduler import BLOCKS, Bench, alike, whole
@@ -153,6 +155,30 @@ def test_a_history_keeps_no_alternatives() -> None:
     history.settle(1)
     assert history.n_tokens == 3
     assert torch.equal(history.tokens(0, 3), rows(5, 1)[:, :3])
+
+
+def test_what_is_handed_over_has_none(span: LoadedSpan) -> None:
+    bench = Bench(span)
+    bench.open(KEY)
+    bench.put(KEY, rows(20, 1), 0)
+    put(bench, rows(2, 2), 20, (20, rows(1, 3)))
+    bench.run()
+    bench.raw.clear()
+    bench.feed(messages.encode_frame(HandOver(id=3, session=KEY, start=0, epoch=1)))
+    bench.run()
+    heir = Bench(span)
+    heir.open(KEY, inherit="somebody")
+    for raw in bench.raw:
+        (frame,) = FrameDecoder().feed_untrusted(raw)
+        if isinstance(messages.decode_untrusted(frame.header), CachePart):
+            heir.feed(raw)
+    heir.run()
+    heir.seq[KEY] = 2
+    heir.put(KEY, rows(1, 4), 22)
+    heir.run()
+    alike(heir.outputs[KEY][-1], whole(span, torch.cat([rows(20, 1), rows(2, 2), rows(1, 4)], 1))[:, -1:])
+    inherited = [message for message in heir.others if isinstance(message, Inherited)]
+    assert [message.tokens for message in inherited] == [22]
 
 
 def test_a_bound_of_the_wire_holds() -> None:
