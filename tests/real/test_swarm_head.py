@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -69,17 +70,26 @@ def test_logits_come_from_those_who_announce_a_head_and_say_the_same(
 def test_a_gateway_takes_them_for_requests_that_they_decide(
     stage: tuple[LocalSwarm, list[Volunteer]],
 ) -> None:
-    _, (first, *_) = stage
+    swarm, (first, *_) = stage
     (first.home.folder / "config.toml").write_text('[gateway]\nhead = "swarm"\n')
     asked = {"model": "demo", "prompt": "The function returns", "max_tokens": 24, "temperature": 0, "logprobs": 3}
     answers, n_given = [], []
     others = ({}, {"top_k": 1, "temperature": 1}, {"presence_penalty": 1e-6}, {"temperature": 1, "top_k": 0})
+    numbers = itertools.count()
+
+    def is_given() -> bool:
+        """Has the gateway heard of the server with a head? It goes on in a session that it has kept: no two alike."""
+        http.post("/v1/completions", json={**asked, "prompt": f"{next(numbers)} is a number", "max_tokens": 2})
+        return gateway.metric("swarmd_tokens_with_given_logits_total") > 0
+
     with real_gateway(first.home.folder) as gateway, gateway.http() as http:
+        swarm.wait(is_given, "logits of the server with a head")
+        n_before = gateway.metric("swarmd_tokens_with_given_logits_total")
         for more in others:
             answers.append(http.post("/v1/completions", json={**asked, **more}).json()["choices"][0])
             n_given.append(gateway.metric("swarmd_tokens_with_given_logits_total"))
         pages = http.get("/metrics").text
-    assert n_given[0] >= len(answers[0]["logprobs"]["tokens"]), pages
+    assert n_given[0] - n_before >= len(answers[0]["logprobs"]["tokens"]), pages
     assert n_given[1] > n_given[0]
     assert n_given[1] == n_given[2] == n_given[3], "penalties and plain sampling may take any token"
     by_swarm, of_one, own, _ = answers
