@@ -10,7 +10,6 @@ SEEDS  ?= 20
 # part that starts processes first imports all that they need, some 25 s: so there are few. Last come those that share a
 # swarm of a real model.
 SERVING  := $(addprefix tests/real/test_,swarm.py families.py drain.py hosting.py)
-SERVING  += $(addprefix tests/gateway/test_,page.py page_chat.py)
 SMOL     := $(addprefix tests/real/test_,clients.py gateway.py)
 SLOWS    := $(shell grep -rl --include='test_*.py' 'mark\.slow' tests | sort)
 REST     := $(filter-out $(SERVING) $(SMOL),$(SLOWS)) $(SMOL)
