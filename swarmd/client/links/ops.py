@@ -98,11 +98,6 @@ def split_step(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[Sent
     return parts
 
 
-def count_tokens(op: SentOp) -> int:
-    """Count the tokens of each row in an op that caches keep; 0 where it has edits only."""
-    return op.n_kept
-
-
 class WrongCount(RemoteProtocolError):
     """An answer of another number of tokens than were asked for."""
 

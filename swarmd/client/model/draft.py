@@ -63,8 +63,7 @@ class Draft:
         self._cache = DynamicCache(config=model.model.config)
         self._read: list[int] = []  # the tokens in the cache
         self._n_confirmed = 0  # so many of them are the text's, whatever became of what was proposed
-        self._chances: dict[int, float] = {}  # of tokens that it proposed, by their place in the text
-        self._seconds: dict[int, int] = {}  # what it would have proposed else
+        self._proposed: dict[int, tuple[float, int]] = {}  # by place in the text: how likely it was, the second choice
         self._reader: threading.Thread | None = None
         self._is_over = False
 
@@ -96,21 +95,21 @@ class Draft:
         self._forget_wrong(text, tried)
         proposed: list[int] = []
         unread = [*text, *tried][len(self._read) :]
-        chance = math.prod(self._chances.get(place, 1.0) for place in range(len(text), n_known))
+        chance = math.prod(self._proposed[place][0] for place in range(len(text), n_known) if place in self._proposed)
         while len(proposed) < max_tokens:
             token, probability, second = self._read_tokens(unread)
             chance *= probability
             if chance < min_chance:
                 break
-            self._chances[n_known + len(proposed)] = probability
-            self._seconds[n_known + len(proposed)] = second
+            self._proposed[n_known + len(proposed)] = probability, second
             unread = [token]
             proposed.append(token)
         return proposed
 
     def second_choice(self, place: int) -> int | None:
         """Return the second likeliest token where it proposed the likeliest."""
-        return self._seconds.get(place)
+        _, second = self._proposed.get(place, (0.0, None))
+        return second
 
     def _read_prompt(self, prompt: list[int]) -> None:
         try:
@@ -137,8 +136,7 @@ class Draft:
             self._cache.crop(n - len(self._read))
             del self._read[n:]
         self._n_confirmed = min(n, len(text))
-        self._chances = {place: chance for place, chance in self._chances.items() if len(text) <= place < n_known}
-        self._seconds = {place: second for place, second in self._seconds.items() if len(text) <= place < n_known}
+        self._proposed = {place: what for place, what in self._proposed.items() if len(text) <= place < n_known}
 
 
 def _token_at(text: Sequence[int], tried: Sequence[int], place: int) -> int:

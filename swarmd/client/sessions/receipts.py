@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmd.client.links.ops import count_tokens
 from swarmd.errors import IntegrityError
 from swarmd.protocol.accounts import receipt
 from swarmd.protocol.accounts import usage_receipt as bills
@@ -120,7 +119,7 @@ class HopAccounts:
         self.low = min(self.low, self.n_tokens)
         if is_alone:
             self.n_before = self.n_tokens
-        n_tokens = count_tokens(sent)
+        n_tokens = sent.n_kept
         self.n_tokens += n_tokens
         self.taken.add(n_cropped, n_tokens)
         n_alternative = count_alternative_tokens(sent.alternatives)
@@ -132,7 +131,7 @@ class HopAccounts:
         if n_cropped:
             del self.answers[-n_cropped * DIGEST_BYTES :]
         digests = b"" if meta is None else kept_digests(meta, payload, n_alternative)
-        n_missing = count_tokens(sent) - len(digests) // DIGEST_BYTES
+        n_missing = sent.n_kept - len(digests) // DIGEST_BYTES
         self.answers += UNSEEN * n_missing + digests
 
     def take_untrusted(

@@ -16,7 +16,7 @@ import trio
 
 from swarmd.client.links.answers import OpAnswer, WindowAnswer
 from swarmd.client.links.link import Doubt, ServedLogits, SessionOptions, SessionServices
-from swarmd.client.links.ops import StepInput, count_tokens, split_step
+from swarmd.client.links.ops import StepInput, split_step
 from swarmd.client.sessions.chain import Chain
 from swarmd.client.sessions.inbox import AnswerArrival, HopDeparture, OpForward, SessionInbox
 from swarmd.client.sessions.op_sender import OpSender
@@ -171,7 +171,7 @@ class ChainSession:
         parts = split_step(step_op, () if is_exact else self.chain.prefill_speeds())
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
-            n_following = sum(count_tokens(part) for part in parts[n_sent:])
+            n_following = sum(part.n_kept for part in parts[n_sent:])
             n_wanted = None if step.want is None else max(0, step.want - n_following)
             await self._sender.send_op(OpInFlight(sent, n_wanted, step.vocabulary))
             most_in_flight = MAX_IN_FLIGHT if n_sent < len(parts) else 1
@@ -233,6 +233,7 @@ class ChainSession:
             await self.chain.changed.wait()
         if not self._windows:
             self._wrong_chains.begin_step()
+        self.chain.routes.has_void |= bool(self._windows)  # it may be, soon: see ``void_from``
         sent = self._next_op(step)
         n_before = self.chain.accounts.n_tokens - count_cropped(step.edits)
         self._windows.append(SentWindow(sent.seq, n_before, trio.current_time(), is_alone=not self._ops))

@@ -14,7 +14,7 @@ import torch
 import trio
 
 from swarmd.client.links.link import SessionOptions
-from swarmd.client.links.ops import StepInput, count_tokens
+from swarmd.client.links.ops import StepInput
 from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import SwarmError, SwarmUnavailable, WrongAnswer
 from swarmd.plan.trust.equality import Bound, bound_of, is_equal, measure_errors, widen_bound
@@ -67,7 +67,7 @@ class VerifyingChain:
         if self._failure is not None:
             raise self._failure
         self._waiting.append((sent, _mask_unwanted(out, want)))
-        self._n_waiting += count_tokens(sent)
+        self._n_waiting += sent.n_kept
         if self._n_waiting >= TOKENS_BEHIND and self._idle.is_set():
             self._idle = trio.Event()
             self._start(self._check_waiting)

@@ -15,7 +15,7 @@ from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import CachePart, Edit, HandOver, Inherited, Op, Refusal
 from swarmd.wire.history import Budget, History, SentOp
 from tests import checkpoints
-from tests.compute.serving.test_scheduler import BLOCKS, Bench, alike, whole
+from tests.compute.serving.test_scheduler import BLOCKS, Bench, alike, load_llama, whole
 from tests.families import make_named
 
 KEY, OTHER = b"k" * 16, b"o" * 16
@@ -23,11 +23,7 @@ KEY, OTHER = b"k" * 16, b"o" * 16
 
 @pytest.fixture(scope="module")
 def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
-    torch.set_num_threads(1)
-    folder = checkpoints.make("llama", tmp_path_factory.mktemp("llama"), n_layers=3, max_position_embeddings=4_096)
-    loaded = LoadedSpan(folder, BLOCKS, torch.float32)
-    loaded.self_test()
-    return loaded
+    return load_llama(tmp_path_factory.mktemp("llama"))
 
 
 def rows(n: int, seed: int) -> torch.Tensor:

@@ -31,14 +31,20 @@ from tests import checkpoints
 BLOCKS = Span(0, 3)
 
 
-@pytest.fixture(scope="module")
-def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
+def load_llama(folder: Path) -> LoadedSpan:
+    """Three blocks of a small model, checked."""
     torch.set_num_threads(1)
-    folder = checkpoints.make("llama", tmp_path_factory.mktemp("llama"), n_layers=3, max_position_embeddings=4_096)
-    loaded = LoadedSpan(folder, BLOCKS, torch.float32)
+    loaded = LoadedSpan(
+        checkpoints.make("llama", folder, n_layers=3, max_position_embeddings=4_096), BLOCKS, torch.float32
+    )
     loaded.self_test()
     assert loaded.can_batch
     return loaded
+
+
+@pytest.fixture(scope="module")
+def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
+    return load_llama(tmp_path_factory.mktemp("llama"))
 
 
 def alike(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -13,19 +13,14 @@ from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import Edit, Op, Refusal, Replay, Void
 from swarmd.wire.history import SentOp
 from swarmd.wire.ops import encode_op
-from tests import checkpoints
-from tests.compute.serving.test_scheduler import BLOCKS, Bench, alike, whole
+from tests.compute.serving.test_scheduler import Bench, alike, load_llama, whole
 
 KEY = b"k" * 16
 
 
 @pytest.fixture(scope="module")
 def span(tmp_path_factory: pytest.TempPathFactory) -> LoadedSpan:
-    torch.set_num_threads(1)
-    folder = checkpoints.make("llama", tmp_path_factory.mktemp("llama"), n_layers=3, max_position_embeddings=4_096)
-    loaded = LoadedSpan(folder, BLOCKS, torch.float32)
-    loaded.self_test()
-    return loaded
+    return load_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture
