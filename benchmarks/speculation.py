@@ -32,7 +32,10 @@ from tests.real.smollm2 import smollm2
 
 ROOT = Path(__file__).parent.parent
 SPANS = {"smol": ((0, 15), (15, 30)), "bundled": ((0, 3), (3, 6))}
-PROSE, CODE = topics["specialnames"][:3_000], (ROOT / "swarmd" / "client" / "draft.py").read_text()[:2_000]
+PROSE, CODE = (
+    topics["specialnames"][:3_000],
+    (ROOT / "swarmd" / "client" / "drafting" / "whole_model.py").read_text()[:2_000],
+)
 ASKED = {
     "summary": f"Summarize the following text.\n\n{PROSE}",
     "code": f"Add a docstring to every function of this Python code, and print the whole code:\n\n{CODE}",

@@ -303,9 +303,10 @@ WINGS: dict[str, dict[str, set[str]]] = {
     "client": {
         "links": set(),
         "text": set(),
+        "drafting": set(),
         "sessions": {"links"},
         "tuning": {"links"},
-        "model": {"links", "tuning"},
+        "model": {"drafting", "links", "tuning"},
     },
     "node": {
         "worker": set(),

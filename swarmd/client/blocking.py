@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 import trio
 
+from swarmd.client.drafting.whole_model import DraftModel
 from swarmd.client.links.answers import WindowAnswer
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import ServedLogits, SessionOptions, Statistics
 from swarmd.client.links.ops import StepInput
 from swarmd.client.model.decoding import ModelSpeculation
-from swarmd.client.model.draft import DraftModel
 from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession

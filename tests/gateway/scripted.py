@@ -20,7 +20,7 @@ import trio
 from hypercorn.config import Config as HypercornConfig
 from tokenizers import Tokenizer
 
-from swarmd.client.model.speculation import Lookup
+from swarmd.client.drafting.lookup import Lookup
 from swarmd.client.text.prompts import Prompt
 from swarmd.gateway.generation import answer
 from swarmd.gateway.generation.row import RowReport

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmd.client.model.speculation import Costs, PassCost
+from swarmd.client.drafting.speculation import Costs, PassCost
 from tests.real.faults import VOCABULARY, Stage, inputs_for, open_stage
 from tests.scripted_source import ScriptedSource
 

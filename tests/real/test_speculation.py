@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import swarmd
-from swarmd.client.model.draft import Draft, DraftModel
-from swarmd.client.model.speculation import Costs, PassCost
+from swarmd.client.drafting.speculation import Costs, PassCost
+from swarmd.client.drafting.whole_model import Draft, DraftModel
 from swarmd.client.sessions.session import ChainSession
 from swarmd.home.models import bundled_folder
 from tests import checkpoints

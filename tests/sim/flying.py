@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import trio
 
+from swarmd.client.drafting.speculation import Costs, PassCost, Speculation
 from swarmd.client.links.answers import WindowAnswer
 from swarmd.client.links.ops import StepInput
-from swarmd.client.model.speculation import Costs, PassCost, Speculation
 from swarmd.client.sessions.session import ChainSession
 from swarmd.plan.chains.flight import Flight, TokenWindow
 from swarmd.protocol.wire.alternatives import Alternative

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from swarmd.client.model.draft import Draft, DraftModel
+from swarmd.client.drafting.lookup import Lookup
+from swarmd.client.drafting.source import DraftSource
+from swarmd.client.drafting.speculation import Costs, Speculation
+from swarmd.client.drafting.whole_model import Draft, DraftModel
 from swarmd.client.model.passes import LogitsSource, Passes
-from swarmd.client.model.speculation import Costs, DraftSource, Lookup, Speculation
 from swarmd.client.model.swarm_head import SwarmHead, is_enough
 from swarmd.client.model.traced_pass import StepPass
 from swarmd.plan.chains.flight import Flight

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from swarmd.client.drafting.speculation import PassCost
 from swarmd.client.model.remote_cache import RemoteCache
-from swarmd.client.model.speculation import PassCost
 from swarmd.client.model.swarm_head import SwarmHead
 from swarmd.client.model.traced_pass import StepPass
 from swarmd.plan.chains.flight import TokenWindow

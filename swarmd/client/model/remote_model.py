@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from swarmd.client.drafting.speculation import Speculation
 from swarmd.client.links import client_parameters
 from swarmd.client.model import decoding
 from swarmd.client.model.decoding import ModelSpeculation
 from swarmd.client.model.remote_cache import OpenSession, RemoteCache
-from swarmd.client.model.speculation import Speculation
 from swarmd.client.model.swarm_head import HeadBy, HeadChecks, SwarmHead
 from swarmd.client.model.traced_pass import trace_model
 from swarmd.client.tuning.remote_layers import AutogradLanes, TokenPositions, through_lanes

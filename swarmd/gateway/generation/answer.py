@@ -1,8 +1,8 @@
 """One answer as it grows: which tokens, which text, what is tried ahead, when it ends. Knows no network.
 
-Each pass gives logits for one or more tokens that were sent. The first token chosen counts; where tokens were sent
-ahead (client.model.speculation), a further one counts as long as it is what was sent. So what is chosen never depends
-on what was tried: the distribution is that of one token at a time.
+Each pass gives logits for one or more tokens that were sent. The first token chosen counts; where tokens were tried
+(client.drafting.speculation), a further one counts as long as it is what was sent. So what is chosen never depends on
+what was tried: the distribution is that of one token at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmd.client.model.speculation import Costs, Lookup, Speculation
+from swarmd.client.drafting.lookup import Lookup
+from swarmd.client.drafting.speculation import Costs, Speculation
 from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.sampling import SampledToken, Sampler, Sampling
 from swarmd.gateway.generation.token_bytes import TokenBytes

@@ -13,9 +13,9 @@ import torch
 import trio
 from tokenizers import Tokenizer
 
+from swarmd.client.drafting.speculation import Costs
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.links.ops import StepInput
-from swarmd.client.model.speculation import Costs
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 import trio
 
+from swarmd.client.drafting.speculation import PassCost
 from swarmd.client.links.link import Doubt, ServedLogits
 from swarmd.client.links.ops import StepInput
-from swarmd.client.model.speculation import PassCost
 from swarmd.client.model.swarm_head import HeadChecks, are_enough
 from swarmd.client.sessions.session import ChainSession
 from swarmd.gateway.generation.answer import Answer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from swarmd.client.model.speculation import Costs, PassCost
+from swarmd.client.drafting.speculation import Costs, PassCost
 from swarmd.gateway.generation.answer import Answer, AnswerOptions
 from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.sampling import Sampling

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
-from swarmd.client.model.speculation import N_MEASURED
+from swarmd.client.drafting.speculation import N_MEASURED
 from swarmd.compute.linear.kernels import choose_kernel
 from swarmd.compute.model.ends import all_look_back
 from swarmd.compute.model.skeleton import load_whole, longest_context, text_config

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarmd.client.model.speculation import Costs, Lookup, PassCost, Speculation
+from swarmd.client.drafting.lookup import Lookup
+from swarmd.client.drafting.speculation import Costs, PassCost, Speculation
 from swarmd.plan.chains.flight import Flight, TokenWindow
 from tests.scripted_source import ScriptedSource
 

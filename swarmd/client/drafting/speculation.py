@@ -11,8 +11,8 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from swarmd.client.drafting.source import DraftSource
 from swarmd.plan.chains.flight import (
     MOST_AHEAD,
     PLAIN,
@@ -24,8 +24,6 @@ from swarmd.plan.chains.flight import (
     does_second_pay,
 )
 
-LOOK_BACK = 4_096  # tokens of a prompt that are looked through
-GRAMS = (4, 2)  # so many last tokens have to occur before, for what followed them to be tried; the longest first
 N_MEASURED = 9  # passes whose median counts: a repair takes as long as a hundred passes
 EACH_ASSUMED = 0.2  # of what a pass computes, for each token more, until that is measured: what four rows cost a CPU
 GRANTED = 0.5  # passes that tries may cost before one has paid
@@ -116,69 +114,6 @@ class _Median:
     def add(self, value: float) -> None:
         self._values.append(value)
         self.value = statistics.median(self._values)
-
-
-class DraftSource(Protocol):
-    """Who proposes how a text goes on."""
-
-    @property
-    def each_s(self) -> float:
-        """Seconds that proposing a token usually takes."""
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Start to prepare for a text that begins so, while the first pass is computed elsewhere."""
-
-    def end(self) -> None:
-        """There is no more to propose."""
-
-    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
-        """At most ``max_tokens`` tokens after the text and what was tried behind it.
-
-        None that follow the text with less than the chance ``min_chance``, where it knows.
-        """
-
-    def second_choice(self, place: int) -> int | None:
-        """The token that it would have proposed at a place of the text in the second place, where it knows."""
-
-
-class Lookup:
-    """Proposes what followed the last tokens where they occurred before in the same text (prompt lookup)."""
-
-    each_s = 0.0
-
-    def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}  # some tokens that follow each other, and where they last ended
-        self._n_known = 0
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Do nothing: the text is read as it grows."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
-        """The text begins as it did the last time."""
-        self._learn_grams(text)
-        n_tried = len(tried)
-        n_last = max(GRAMS)
-        last = (*text[-n_last:], *tried)[-n_last:]
-        for n in GRAMS:
-            end = self._after.get(tuple(last[-n:]))
-            if end is not None and len(text) + n_tried > n:
-                return list(text[end : end + max_tokens])
-        return []
-
-    def second_choice(self, place: int) -> int | None:
-        """Know none."""
-        return None
-
-    def _learn_grams(self, tokens: Sequence[int]) -> None:
-        first = max(self._n_known, len(tokens) - LOOK_BACK)
-        for end in range(first, len(tokens)):  # what ends here is found from the next token on
-            for n in GRAMS:
-                if end >= n:
-                    self._after[tuple(tokens[end - n : end])] = end
-        self._n_known = len(tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Draft tokens: who proposes them, which are tried, and when."""
