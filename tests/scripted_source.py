@@ -43,6 +43,8 @@ class ScriptedSource:
 
     def end(self) -> None: ...
 
+    def hear(self, place: int, hidden: object) -> None: ...
+
     def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
         first = len(text) + len(tried)
         proposed = self._firsts[first : first + max_tokens]

@@ -19,6 +19,7 @@ from swarmd_cli.verbs import (
     bugreport,
     chat,
     credit,
+    draft,
     founders,
     gateway,
     generate,
@@ -89,6 +90,7 @@ app.command("open")(gateway.open_page)
 app.command()(tune.tune)
 app.add_typer(gateway.app, name="gateway")
 app.add_typer(models.app, name="models")
+app.add_typer(draft.app, name="draft")
 app.add_typer(members.app, name="members")
 app.add_typer(founders.app, name="founders")
 app.add_typer(train.app, name="train")

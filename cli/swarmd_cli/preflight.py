@@ -19,7 +19,7 @@ MAX_DIALLED = 16  # that one of so many answers is enough to know
 _TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)")
 
 
-def require_answers(*models: str, adapter: str = "") -> None:
+def require_answers(*models: str, adapter: str = "", draft: str = "") -> None:
     """Refuse names that the catalog lacks, and to wait where nobody answers.
 
     Raises NotJoined, ConfigError, DaemonNotRunning, SwarmUnavailable.
@@ -42,7 +42,7 @@ def require_answers(*models: str, adapter: str = "") -> None:
     if has_daemon:
         require_approved()
     if has_daemon or not do_others_answer:
-        _require_names([name for name in models if name], adapter)
+        _require_names([name for name in models if name], adapter, draft)
     if has_daemon:
         return
     if not do_others_answer and not member.catalog().version:
@@ -68,7 +68,7 @@ def require_approved() -> None:
         raise SwarmUnavailable(waiting)
 
 
-def _require_names(models: Iterable[str], adapter: str) -> None:
+def _require_names(models: Iterable[str], adapter: str, draft: str) -> None:
     from swarmd.errors import ConfigError
     from swarmd.names import is_model_hash
 
@@ -85,6 +85,8 @@ def _require_names(models: Iterable[str], adapter: str) -> None:
         require_listed("model", name, catalog.models)
     if adapter:
         require_listed("adapter", adapter, catalog.adapters)
+    if draft:
+        require_listed("draft", draft, {**catalog.models, **catalog.drafts})
 
 
 def _does_any_listen(addresses: Iterable[str]) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from swarmd.errors import ConfigError
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, is_adapter
+from swarmd.protocol.models.draft import is_draft
 from swarmd.protocol.models.manifest import INDEX_FILE, SINGLE_FILE, shard_names
 from swarmd.values import some_of
 from swarmd_cli.convert import is_gguf, use_gguf
@@ -168,9 +169,11 @@ def _find_checkpoint(folder: Path) -> Path:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Is it a checkpoint or an adapter by the names of its files? Whether it is a sound one shows when it is read."""
+    """Is it a checkpoint, an adapter or a draft by its files' names? Whether it is sound shows when it is read."""
     # The very names that transformers and PEFT look for.
-    return is_adapter(folder) or any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    return (
+        is_adapter(folder) or is_draft(folder) or any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    )
 
 
 def _find_snapshot(folder: Path) -> Path:

@@ -6,6 +6,7 @@ Every call crosses over to that thread and waits; a step of a session is a queue
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections import deque
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import trio
 
-from swarmd.client.drafting.whole_model import DraftModel
+from swarmd.client import drafts
 from swarmd.client.links.answers import WindowAnswer
 from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import ServedLogits, SessionOptions, Statistics
@@ -28,17 +29,19 @@ from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.sessions.session import ChainSession
 from swarmd.client.swarm import AsyncSwarm, ClientMembership, join_swarm
+from swarmd.client.text.tokenizer import load_tokenizer
 from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.config import DTYPES, FORMATS, HEADS
-from swarmd.errors import ConfigError, Unreachable, first_error
+from swarmd.errors import ConfigError, SwarmError, Unreachable, first_error
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.view import SwarmView
 from swarmd.values import ModelId
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 # A step crosses threads twice, without trio's portal, which would take longer:
@@ -359,7 +362,7 @@ class Swarm:
         codec: str = "auto",
         adapter: str = "",
         quantize: str = "auto",
-        draft: str = "",
+        draft: str = drafts.AUTO,
         lookup: bool = True,
         head: str = "own",
         only: Sequence[str] = (),
@@ -374,8 +377,9 @@ class Swarm:
         ``dtype`` is what servers compute in; auto is that in which all blocks are served, float32 if in several.
         ``quantize`` says on which servers: none, int8, nf4, any, or auto: none where these hold every block, else any.
         Where it pays, ``generate`` tries draft tokens: with ``lookup`` those that followed before in the same text (not
-        in the exact grade), with ``draft`` those of a small model of the catalog with the same tokenizer, which runs
-        here. What is generated is the same, but for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
+        in the exact grade), with ``draft`` those of one that the catalog names, or of a small model with the same
+        tokenizer; both run here. auto: of one that learned here, or of the catalog. What is generated is the same, but
+        for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
         ``head``: own; int8, which reads half of the bytes and is off by half a percent; swarm: that of last servers,
         where they have one and the 256 largest logits are enough. ``only`` these peers (ids, or how they end) read the
         text. At least a share ``verify`` of what servers compute is checked; with 1.0 all of it: WrongAnswer at the
@@ -417,9 +421,12 @@ class Swarm:
 
         torch_dtype = getattr(torch, dtype)
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        draft_model = self._load_draft(draft, name, torch_dtype, exact) if draft else None
-        speculation = ModelSpeculation(lookup and not exact, draft_model)
-        return remote_model(folder, open_session, lanes, torch_dtype, speculation, head_source)
+        remote = remote_model(
+            folder, open_session, lanes, torch_dtype, ModelSpeculation(lookup and not exact), head_source
+        )
+        if draft and not (exact and draft == drafts.AUTO):
+            self._add_draft(remote, draft, name, exact, torch_dtype)
+        return remote
 
     def _prepare_model(self, name: str) -> tuple[tuple[ModelId, int], Path]:
         """Return a model's hash and blocks, and the folder of the client's part. Raises SwarmError."""
@@ -427,25 +434,25 @@ class Swarm:
         folder = self._thread.call(self._swarm.folder, model, n_blocks)
         return (model, n_blocks), folder
 
-    def _load_draft(
-        self,
-        name: str,
-        target: str,
-        dtype: torch.dtype,
-        exact: bool,
-    ) -> DraftModel:
-        """Load a whole model of the catalog that proposes for another one. Raises ConfigError."""
+    def _add_draft(self, remote: Any, draft: str, name: str, exact: bool, dtype: torch.dtype) -> None:
+        """Have a draft propose tokens. Raises SwarmError for one that was named; others are done without."""
         if exact:
             raise ConfigError("no draft in the exact grade: its ops must not depend on what was measured")
-        if self.tokenizer(name).get_vocab() != self.tokenizer(target).get_vocab():
-            raise ConfigError(f"{name!r} cannot be a draft for {target!r}: it was made with another tokenizer")
-        model, _ = self._thread.call(self._swarm.resolve, name)
-        return DraftModel(self._thread.call(self._swarm.supply.ensure, model).folder, dtype)
+        try:
+            base, _ = self._thread.call(self._swarm.resolve, name)
+            found = self._thread.call(drafts.find_draft, self._swarm, draft, base)
+            if found is None:
+                return
+            if found.settings is None and load_tokenizer(found.path).get_vocab() != self.tokenizer(name).get_vocab():
+                raise ConfigError(f"{draft!r} cannot be a draft for {name!r}: it was made with another tokenizer")
+            remote.speculation.sources.append(drafts.load_draft(found, remote, dtype))
+        except SwarmError as error:
+            if draft != drafts.AUTO:
+                raise
+            logger.warning("without a draft: %s", error)
 
     def tokenizer(self, name: str) -> Any:
         """Return the model's own tokenizer. Raises ConfigError when it cannot be built without code of its own."""
-        from swarmd.client.text.tokenizer import load_tokenizer
-
         model, n_blocks = self._thread.call(self._swarm.resolve, name)
         return load_tokenizer(self._thread.call(self._swarm.folder, model, n_blocks))
 

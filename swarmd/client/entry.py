@@ -36,6 +36,7 @@ def membership(invite: str | None, home: str | Path | None) -> ClientMembership:
             bootstrap=by_peer(ticket.addresses),
             folders=ModelFolders(state).read(),
             weights=state.weights,
+            drafts=state.drafts,
         )
     member = MembershipFiles(state)
     swarm = member.swarm()
@@ -47,6 +48,7 @@ def membership(invite: str | None, home: str | Path | None) -> ClientMembership:
         bootstrap=_members_near(state),
         folders=ModelFolders(state).read(),
         weights=state.weights,
+        drafts=state.drafts,
         checks=state.checks_file,
         books=state.books_file,
     )

@@ -68,7 +68,7 @@ class ClientMembership:
     """What a client needs to enter: the swarm's keys, its own identity and certificate, and where members are.
 
     ``folders`` are checkpoints on this machine, ``weights`` is where those that come from the swarm are kept, and
-    ``checks`` what was found of servers, and ``books`` what they gave.
+    ``drafts`` where drafts learned; ``checks`` is what was found of servers, and ``books`` what they gave.
     """
 
     keys: SwarmKeys
@@ -77,6 +77,7 @@ class ClientMembership:
     bootstrap: dict[PeerId, tuple[str, ...]]
     folders: dict[ModelId, Path]
     weights: Path
+    drafts: Path
     checks: Path | None = None
     books: Path | None = None
 
@@ -120,6 +121,11 @@ class AsyncSwarm:
     def weights_folder(self) -> Path:
         """Where this client keeps what came from the swarm, and what it compiled."""
         return self._membership.weights
+
+    @property
+    def drafts_folder(self) -> Path:
+        """Where drafts learned on this machine, each in a folder of its model's hash."""
+        return self._membership.drafts
 
     def view(self) -> SwarmView:
         """The frozen picture of all records."""

@@ -33,7 +33,7 @@ from swarmd.folders import (
 #     standing.json, checks.json  what was seen of others
 #     router.json                 the port that the router opened, to be closed again
 #     books.db                    bills, and what this machine counted
-#     weights/, runs/             models and training runs
+#     weights/, drafts/, runs/    models, drafts for them, and training runs
 #     lock, catalog.lock          one daemon at a time; one change of the catalog at a time
 #
 # Several processes use a folder at once: a daemon, its gateway, commands. So a file is always replaced as a whole, the
@@ -93,6 +93,11 @@ class Home:
     def weights(self) -> Path:
         """Where swarmd keeps models that it fetched, and manifests of folders that were added."""
         return self.folder / "weights"
+
+    @property
+    def drafts(self) -> Path:
+        """Drafts that learned here, each in a folder of its model's hash."""
+        return self.folder / "drafts"
 
     @property
     def runs(self) -> Path:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from swarmd.errors import Code, ConfigError, IntegrityError, Refused
 from swarmd.plan.links.download import Ref
-from swarmd.protocol.models import adapter, shards
+from swarmd.protocol.models import adapter, draft, shards
 from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.manifest import CHUNK_BYTES, Entry, Manifest
 from swarmd.values import Span, ranges
@@ -183,6 +183,8 @@ class ModelFolder:
             return sorted(self.folder.glob("*.safetensors"))
         if adapter.is_adapter(self.folder):
             return [self.folder / adapter.WEIGHTS_FILE]
+        if draft.is_draft(self.folder):
+            return [self.folder / draft.WEIGHTS_FILE]
         return manifests.shard_files(self.folder)
 
 

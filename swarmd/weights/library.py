@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol.models import adapter
+from swarmd.protocol.models import adapter, draft
 from swarmd.protocol.models import manifest as manifests
 from swarmd.protocol.models.manifest import Manifest
 from swarmd.values import ModelId
@@ -150,8 +150,8 @@ class Library:
         saved = self._manifest_path(model)
         if saved.is_file() and saved.with_suffix(".files").read_bytes() == _fingerprint(path):
             return manifests.read_untrusted(saved.read_bytes(), model)
-        if adapter.is_adapter(path):
-            raise ConfigError("its files are not known, or no longer what they were: add the adapter again")
+        if adapter.is_adapter(path) or draft.is_draft(path):
+            raise ConfigError("its files are not known, or no longer what they were: add it again")
         manifest = manifests.read_folder(path)
         if manifests.model_id(manifest) != model:
             raise ConfigError("its files are no longer those that were added: add it again")

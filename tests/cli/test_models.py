@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +22,10 @@ from swarmd.home.models import ModelFolders, bundled_folder
 from swarmd.home.paths import Home
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.status import ModelRow
+from tests import checkpoints
 from tests.cli.answers import filled
 from tests.cli.typed import swarmd
+from tests.drafts import make_draft
 
 MODEL = "b" * 64
 
@@ -119,3 +123,37 @@ def test_add_ends_with_what_to_type_next(home: Home) -> None:
     )
     assert done.exit_code == 0, done.output
     assert "now: swarmd up --serve 't w'" in done.stderr
+
+
+def test_a_draft_is_named_beside_the_model_that_it_is_for(tmp_path: Path) -> None:
+    home = Home(tmp_path / "founder")
+    Founder(home).found("ours")
+    base = MembershipFiles(home).catalog().models["demo"][0]
+    folder = make_draft(tmp_path / "draft", base)
+    with pytest.raises(ConfigError, match="is a draft: say --draft-for MODEL"):
+        swarmd(home, "models", "add", str(folder), "--name", "guess")
+    with pytest.raises(ConfigError, match="give one of them"):
+        swarmd(home, "models", "add", str(folder), "--name", "guess", "--draft-for", "demo", "--base", "demo")
+    wrong = make_draft(tmp_path / "wrong", "a" * 64)
+    with pytest.raises(ConfigError, match="learned from aaaa"):
+        swarmd(home, "models", "add", str(wrong), "--name", "guess", "--draft-for", "demo")
+    assert "guess: " in swarmd(home, "models", "add", str(folder), "--name", "guess", "--draft-for", "demo")
+    listed = json.loads(swarmd(home, "models", "ls", "--json"))["drafts"]
+    assert [(row["name"], row["for"]) for row in listed] == [("guess", "demo")]
+    assert "Drafts" in swarmd(home, "models", "ls")
+    assert "no longer in the catalog" in swarmd(home, "models", "unpublish", "guess")
+    assert not MembershipFiles(home).catalog().drafts
+    set_home(None)
+
+
+def test_a_whole_model_can_be_a_draft(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    Founder(home).found("ours")
+    small = checkpoints.make("llama", tmp_path / "small", n_layers=1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_folder() / name, small)
+    swarmd(home, "models", "add", str(small), "--name", "small", "--draft-for", "demo")
+    catalog = MembershipFiles(home).catalog()
+    assert catalog.drafts["small"][1] == catalog.models["demo"][0]
+    assert "small" not in catalog.models
+    set_home(None)

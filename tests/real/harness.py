@@ -248,15 +248,22 @@ def local_swarm(folder: Path) -> Iterator[LocalSwarm]:
 
 
 def add_model(home: Home, name: str, folder: Path) -> None:
-    """What ``swarmd models add`` does, without a process; an adapter's base is the model "m"."""
+    """What ``swarmd models add`` does, without a process; an adapter's base is the model "m", a draft's is "demo"."""
     import msgspec
 
-    from swarmd.protocol.models import adapter, manifest
+    from swarmd.protocol.models import adapter, draft, manifest
     from swarmd.weights.library import Library
 
     catalog = MembershipFiles(home).catalog()
-    kind, base = ("adapters", catalog.models["m"][0]) if adapter.is_adapter(folder) else ("models", None)
-    read = adapter.read_folder(folder, ModelId(base)) if base else manifest.read_folder(folder)
+    kind, base = "models", ""
+    if adapter.is_adapter(folder):
+        kind, base = "adapters", catalog.models["m"][0]
+        read = adapter.read_folder(folder, ModelId(base))
+    elif draft.is_draft(folder):
+        kind, base = "drafts", catalog.models["demo"][0]
+        read = draft.read_folder(folder, ModelId(base))
+    else:
+        read = manifest.read_folder(folder)
     model = manifest.model_id(read)
     Library(home.weights, {}).keep_manifest(read, folder)
     ModelFolders(home).add(model, folder)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -13,12 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import swarmd
+from swarmd.client.draft_training import DraftTask, train_draft
 from swarmd.client.drafting.speculation import Costs, PassCost
 from swarmd.client.drafting.whole_model import Draft, DraftModel
+from swarmd.client.drafting.writing import cut_rows
+from swarmd.client.drafts import find_draft
 from swarmd.client.sessions.session import ChainSession
+from swarmd.home.membership import MembershipFiles
 from swarmd.home.models import bundled_folder
+from swarmd.values import ModelId
 from tests import checkpoints
-from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.harness import LocalSwarm, Volunteer, add_model, local_swarm
 
 pytestmark = pytest.mark.slow
 N_TOKENS = 60
@@ -117,6 +123,40 @@ def test_a_server_killed_while_tokens_are_tried_changes_nothing(stage: tuple[Loc
         assert torch.equal(out, local(do_sample=False))
         assert model.last_session.statistics.repairs
         assert model.last_speculation.n_taken > 0
+
+
+def test_a_draft_that_learned_proposes_unasked_here_and_for_others(
+    stage: tuple[LocalSwarm, list[Volunteer]], tmp_path: Path
+) -> None:
+    swarm, (first, second, _) = stage
+    with swarmd.connect(home=first.home.folder) as client:
+        model = client.model("demo", lookup=False, draft="")
+        base, _ = client.call(client.within.resolve, "demo")
+        text = AutoTokenizer.from_pretrained(bundled_folder())(topics["with"] + topics["class"]).input_ids
+        own = first.home.drafts / base
+        task = DraftTask(base, own, 12.0, cut_rows([text[:2_048]]))
+        said: list[str] = []
+        made = train_draft(model, task, said.append)
+        assert made.draft.acceptance[0] > 0.1
+        assert said[0] == "read 2,048 tokens"
+        assert_it_proposes(client)
+    own.rename(tmp_path / "draft")
+    add_model(first.home, "guesses", tmp_path / "draft")
+    first.ask("reload", "POST")
+    swarm.wait(lambda: "guesses" in MembershipFiles(second.home).catalog().drafts, "the other member to hear of it")
+    with swarmd.connect(home=second.home.folder) as client:
+        assert_it_proposes(client)
+        with pytest.raises(swarmd.ConfigError, match="'guesses' is made for"):
+            client.call(find_draft, client.within, "guesses", ModelId("b" * 64))
+
+
+def assert_it_proposes(client: swarmd.Swarm) -> None:
+    """Tokens are tried, and the text is the same."""
+    model = client.model("demo", lookup=False)
+    for _ in range(2):  # what passes take is known in the second
+        out = model.generate(**inputs(), max_new_tokens=N_TOKENS, do_sample=False)
+        assert torch.equal(out, local(do_sample=False))
+    assert model.last_speculation.n_taken > 0
 
 
 def test_a_draft_with_another_tokenizer_is_refused(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:

@@ -97,7 +97,9 @@ async def _attack(invite: str, peers: list[PeerId], model: str, run: str, rng: r
     certificate = ticket.admit(identity.public_key, "member", int(time.time()) + 3_600)
     bootstrap = by_peer(ticket.addresses)
     nowhere = Path(tempfile.gettempdir()) / "nowhere"
-    async with join_swarm(ClientMembership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere)) as swarm:
+    async with join_swarm(
+        ClientMembership(ticket.swarm, identity, certificate, bootstrap, {}, nowhere, nowhere)
+    ) as swarm:
         while True:
             peer = rng.choice(peers)
             attack = rng.choice(ATTACKS)

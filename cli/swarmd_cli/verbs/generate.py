@@ -54,7 +54,9 @@ def run(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     adapter: Annotated[str, typer.Option("--adapter", help="A LoRA adapter of the catalog.")] = "",
-    draft: Annotated[str, typer.Option("--draft", help="A small model of the catalog that guesses ahead, here.")] = "",
+    draft: Annotated[
+        str, typer.Option("--draft", help="What guesses ahead, here: a draft or a small model of the catalog, or none.")
+    ] = "auto",
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="PEER", help="Let only this peer (how its id ends) read it.")
     ] = None,
@@ -78,20 +80,25 @@ def run(
         raise typer.BadParameter("an empty prompt: give a text to continue")
     # A gateway that runs has torch and the model's files in memory already, and answers at once. Where none runs, or
     # for what it does not do, a client of our own is started.
-    needs_own_client = as_json or adapter or draft or only or verify
+    needs_own_client = as_json or adapter or draft != "auto" or only or verify
     gateway = None if needs_own_client else find_gateway()
     path = None if gateway is None else _choose_path(gateway, model, raw)
     if gateway is not None and path is not None:
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         _retry_until_whole(partial(_ask_gateway, gateway, path, model, text, sampling), wait)
         return
-    require_answers(model, draft, adapter=adapter)
+    require_answers(model, adapter=adapter, draft="" if draft in ("auto", "none") else draft)
     print(f"{model}: loading what is computed here ...", file=sys.stderr, flush=True)
     with importing():
         import swarmd.client.blocking
 
     with swarmd.connect(home=home().folder) as swarm:
-        options: dict[str, Any] = {"adapter": adapter, "draft": draft, "only": only or (), "verify": verify}
+        options: dict[str, Any] = {
+            "adapter": adapter,
+            "draft": "" if draft == "none" else draft,
+            "only": only or (),
+            "verify": verify,
+        }
         load = partial(swarm.model, model, **options, wait_s=WAIT_S)
         loaded = _retry_until_whole(load, wait)
         task = _Task(model, text, max_tokens, temperature, seed, is_raw=raw)

@@ -47,7 +47,7 @@ Model = Annotated[str, typer.Argument(help="A name of the swarm's catalog, or a 
 
 @app.command("ls")
 def ls(as_json: Json = False) -> None:
-    """List the models and adapters of the swarm's catalog.
+    """List the models, adapters and drafts of the swarm's catalog.
 
     Example: swarmd models ls
     """
@@ -56,13 +56,16 @@ def ls(as_json: Json = False) -> None:
     body = ask_json("models") if is_running() else None
     catalog = membership().catalog()
     names = {model: name for name, (model, _) in catalog.models.items()}
-    adapters = [
-        {"name": name, "adapter": hash_, "model": base, "for": names.get(base)}
-        for name, (hash_, base) in sorted(catalog.adapters.items())
-    ]
+    made_for = {
+        kind: [
+            {"name": name, kind[:-1]: hash_, "model": base, "for": names.get(base)}
+            for name, (hash_, base) in sorted(getattr(catalog, kind).items())
+        ]
+        for kind in ("adapters", "drafts")
+    }
     if as_json:
         models = _offline_rows() if body is None else body["models"]
-        print_json({"models": models, "adapters": adapters})
+        print_json({"models": models, **made_for})
         return
     listed = merge_names(_offline_models() if body is None else read_answer(ModelsAnswer, body).models)
     columns = ["name", "hash", "blocks", "blocks here", "blocks missing in the swarm"]
@@ -70,13 +73,10 @@ def ls(as_json: Json = False) -> None:
     for row in listed:
         if row.help:
             print(f"{row.name}: {row.help}")
-    if adapters:
-        adapter_rows = []
-        for adapter in adapters:
-            base = adapter["for"] or adapter["model"]
-            adapter_hash = str(adapter["adapter"])[:12]
-            adapter_rows.append([str(adapter["name"]), adapter_hash, str(base)])
-        print_table("Adapters", ["name", "hash", "for"], adapter_rows)
+    for kind, entries in made_for.items():
+        if entries:
+            rows = [[str(e["name"]), str(e[kind[:-1]])[:12], str(e["for"] or e["model"])] for e in entries]
+            print_table(kind.capitalize(), ["name", "hash", "for"], rows)
 
 
 def _model_row(row: ModelRow) -> list[str]:
@@ -95,18 +95,21 @@ def add(
     ],
     name: Annotated[str, typer.Option("--name", help="What to call the model.")],
     base: Annotated[str, typer.Option("--base", help="For a LoRA adapter: the model that it adapts.")] = "",
+    draft_for: Annotated[
+        str, typer.Option("--draft-for", help="For a draft: the model that it guesses ahead of.")
+    ] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Let the name mean another model than before.")] = False,
     dtype: Annotated[
         str,
         typer.Option("--dtype", help="Unpack a GGUF file to float32, bfloat16, float16; auto is the best of 16 bits."),
     ] = OWN,
 ) -> None:
-    """Hash and check a checkpoint or an adapter; the founder, or a delegate, also publishes the name.
+    """Hash and check a checkpoint, an adapter or a draft; the founder, or a delegate, also publishes the name.
 
     Example: swarmd models add ./llama --name llama
     """
-    print(add_source(source, name, base, replace, dtype))
-    print(_next_step(name, base), file=sys.stderr)
+    print(add_source(source, name, base, replace, dtype, draft_for))
+    print(_next_step(name, base, draft_for), file=sys.stderr)
 
 
 def add_source(
@@ -115,6 +118,7 @@ def add_source(
     base: str = "",
     replace: bool = False,
     dtype: str = OWN,
+    draft_for: str = "",
 ) -> str:
     """Do what ``add`` does; returns what came of it, in a line. Raises SwarmError."""
     import msgspec
@@ -133,17 +137,18 @@ def add_source(
     require_name("a model", name)
     if dtype not in (OWN, "auto", *DTYPES):
         raise ConfigError(f"--dtype is one of {OWN}, auto, {', '.join(DTYPES)}, not {dtype!r}")
-    if base:
-        member.catalog().hash_of(base)
+    if base and draft_for:
+        raise ConfigError("--base is for adapters and --draft-for for drafts: give one of them")
+    made_for = member.catalog().hash_of(base or draft_for) if base or draft_for else ""
     if replace or name not in member.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
     folder = find_folder(source, dtype)
     is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
     commit = folder.name if is_hub_id and folder.parent.name == "snapshots" else ""
-    read, kind, layout = _read_manifest(folder, base)
+    read, kind, layout = _read_manifest(folder, base, draft_for)
     source_manifest = manifest.lay_out(read, layout)
     model = manifest.model_id(source_manifest)
-    entry = (model, member.catalog().hash_of(base) if base else source_manifest.n_blocks)
+    entry = (model, made_for or source_manifest.n_blocks)
     catalog: JsonObject = getattr(member.catalog(), kind)
     known = catalog.get(name)
     is_new = known is None or known[0] != model
@@ -171,8 +176,10 @@ def add_source(
     return f"{name}: {model}  {blocks}{count(len(source_manifest.tensors), 'tensor')}{also}"
 
 
-def _next_step(name: str, base: str) -> str:
+def _next_step(name: str, base: str, draft_for: str) -> str:
     """Tell what to type to use what was added."""
+    if draft_for:
+        return f"who runs {draft_for} uses it where that is faster: swarmd run {shlex.quote(draft_for)} PROMPT"
     if base:
         return f"now: swarmd run {shlex.quote(base)} PROMPT --adapter {shlex.quote(name)}"
     serve = f"swarmd up --serve {shlex.quote(name)}"
@@ -198,15 +205,19 @@ def _require_name_is_free(name: str, model: str, known: str, replace: bool) -> N
         )
 
 
-def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str, ModelLayout]:
-    """Read the manifest of a checkpoint or an adapter, and name its list in the catalog. Raises ConfigError.
+def _read_manifest(folder: Path, base: str, draft_for: str) -> tuple[Manifest, str, ModelLayout]:
+    """Read the manifest of a checkpoint, an adapter or a draft, and name its list in the catalog. Raises ConfigError.
 
     Also returns how the layers of a model become blocks.
     """
     from swarmd.errors import ConfigError
-    from swarmd.protocol.models import adapter, manifest
+    from swarmd.protocol.models import adapter, draft, manifest
     from swarmd.protocol.models.model_layout import EACH_LAYER
 
+    if draft.is_draft(folder):
+        if not draft_for:
+            raise ConfigError(f"{folder} is a draft: say --draft-for MODEL, the name of the model that it learned from")
+        return draft.read_folder(folder, membership().catalog().hash_of(draft_for)), "drafts", EACH_LAYER
     if adapter.is_adapter(folder):
         if not base:
             raise ConfigError(f"{folder} is an adapter: say --base MODEL, the name of the model that it adapts")
@@ -220,7 +231,7 @@ def _read_manifest(folder: Path, base: str) -> tuple[Manifest, str, ModelLayout]
 
     layout = check_folder(folder, read)
     check_tokenizer(folder)
-    return read, "models", layout
+    return read, "drafts" if draft_for else "models", layout
 
 
 def _check_adapter(folder: Path, read: Manifest, base: str) -> None:
@@ -312,7 +323,7 @@ def unpublish(name: Annotated[str, typer.Argument(help="A name of the swarm's ca
     membership().swarm()
     require_publisher()
     catalog = membership().catalog()
-    kind = "models" if name in catalog.models else "adapters"
+    kind = next((kind for kind in ("models", "adapters", "drafts") if name in getattr(catalog, kind)), "models")
     if name not in getattr(catalog, kind):
         known = ", ".join(sorted(catalog.names)) or "none yet"
         raise ConfigError(f"the catalog has no name {name!r}; it has: {known}")

@@ -114,7 +114,9 @@ def _tune(
         if is_balanced(remote):
             leave_out(remote)
             print(f"!! {NOT_BALANCED}", file=sys.stderr)
-        rows = read_dataset(data, _make_encoding(swarm.tokenizer(recipe.model), remote, recipe))
+        n_virtual = 0 if recipe.method == "lora" else recipe.virtual_tokens
+        max_tokens = min(recipe.max_length, remote.max_session_tokens - n_virtual)
+        rows = read_dataset(data, make_encoding(swarm.tokenizer(recipe.model), remote, max_tokens))
         tuner = Tuner(with_peft(remote, recipe), recipe, rows, out)
         first = tuner.resume() if resume else 0
         _print_start(tuner, rows, recipe, first)
@@ -153,7 +155,7 @@ def _tune(
         print(f"to have the swarm serve it: swarmd models add {out / 'adapter'} --name NAME --base {recipe.model}")
 
 
-def _make_encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding:
+def make_encoding(tokenizer: Any, model: Any, max_tokens: int) -> Encoding:
     """Make the encoding of texts: begun as the model's own tokenizer does, and ended by its end of text."""
     from swarmd.client.tuning.dataset import Encoding
 
@@ -169,10 +171,8 @@ def _make_encoding(tokenizer: Any, model: Any, recipe: TuningRecipe) -> Encoding
             n_leading = start
             break
     end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    n_virtual = 0 if recipe.method == "lora" else recipe.virtual_tokens
-    max_length = min(recipe.max_length, model.max_session_tokens - n_virtual)
-    return Encoding(encode, tuple(with_special[:n_leading]), end, vocabulary, max_length)
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    return Encoding(encode, tuple(with_special[:n_leading]), end, vocabulary, max_tokens)
 
 
 def _print_start(tuner: Tuner, rows: Dataset, recipe: TuningRecipe, first: int) -> None:

@@ -1,1 +1,1 @@
-"""Draft tokens: who proposes them, which are tried, and when."""
+"""Draft tokens: who proposes them, which are tried and when, and how a draft learns."""

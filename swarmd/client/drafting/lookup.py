@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LOOK_BACK = 4_096  # tokens of a prompt that are looked through
 GRAMS = (4, 2)  # so many last tokens have to occur before, for what followed them to be tried; the longest first
@@ -22,6 +26,9 @@ class Lookup:
 
     def end(self) -> None:
         """Do nothing."""
+
+    def hear(self, place: int, hidden: torch.Tensor) -> None:
+        """Do nothing: tokens are all it reads."""
 
     def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
         """The text begins as it did the last time."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DraftSource(Protocol):
@@ -18,6 +21,9 @@ class DraftSource(Protocol):
 
     def end(self) -> None:
         """There is no more to propose."""
+
+    def hear(self, place: int, hidden: torch.Tensor) -> None:
+        """What left the model's last block at a place of the text, [d]: the next token was chosen from it."""
 
     def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
         """At most ``max_tokens`` tokens after the text and what was tried behind it.

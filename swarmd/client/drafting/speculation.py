@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from swarmd.client.drafting.source import DraftSource
 from swarmd.plan.chains.flight import (
@@ -23,6 +24,9 @@ from swarmd.plan.chains.flight import (
     choose_plan,
     does_second_pay,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 N_MEASURED = 9  # passes whose median counts: a repair takes as long as a hundred passes
 EACH_ASSUMED = 0.2  # of what a pass computes, for each token more, until that is measured: what four rows cost a CPU
@@ -256,6 +260,11 @@ class Speculation:
     def rows_to_decide(self, window: TokenWindow) -> Iterator[int]:
         """See ``Flight``. Stop asking when the text has ended."""
         return self._flight.rows_to_decide(window)
+
+    def hear(self, place: int, hidden: torch.Tensor) -> None:
+        """Tell the sources what left the model's last block at a place, [d]."""
+        for record in self._records:
+            record.source.hear(place, hidden)
 
     def take(self, token: int) -> None:
         """Add the next token of the text."""

@@ -84,6 +84,9 @@ class Draft:
         if self._reader is not None:
             self._reader.join()
 
+    def hear(self, place: int, hidden: torch.Tensor) -> None:
+        """Do nothing: tokens are all it reads."""
+
     def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
         """At most ``max_tokens`` tokens; it ends before one that follows the text with less than ``min_chance``."""
         is_reading = self._reader is not None and self._reader.is_alive()

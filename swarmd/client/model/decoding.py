@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from transformers import GenerationConfig, GenerationMixin
 from swarmd.client.drafting.lookup import Lookup
 from swarmd.client.drafting.source import DraftSource
 from swarmd.client.drafting.speculation import Costs, Speculation
-from swarmd.client.drafting.whole_model import Draft, DraftModel
 from swarmd.client.model.passes import LogitsSource, Passes
 from swarmd.client.model.swarm_head import SwarmHead, is_enough
 from swarmd.client.model.traced_pass import StepPass
@@ -45,11 +43,9 @@ class ModelSpeculation:
     ``sources`` make one for each text; more can be added.
     """
 
-    def __init__(self, looks_up: bool, draft: DraftModel | None = None) -> None:
+    def __init__(self, looks_up: bool) -> None:
         self.costs = Costs()
         self.sources: list[Callable[[], DraftSource]] = [Lookup] if looks_up else []
-        if draft is not None:
-            self.sources.append(partial(Draft, draft))
 
     def speculation(self) -> Speculation:
         """Make the speculation of one text."""
@@ -121,6 +117,7 @@ def make_loop(
         text = GeneratedText(input_ids, logits_processor, stopping_criteria, streamer, samples)
         speculation.begin(text.tokens)
         logits = source.compute_logits(input_ids, 1, is_prompt=True)
+        speculation.hear(len(text.tokens) - 1, source.cache.returned[0, -1])
         text.tokens.append(text.choose(logits[:, -1]))
         if not text.is_done:
             passes = source.passes()
@@ -179,6 +176,7 @@ def _decode(text: GeneratedText, passes: Passes, speculation: Speculation) -> No
         for row in speculation.rows_to_decide(window):
             if row >= passed.logits.shape[1]:  # of a second choice that servers did not compute
                 break
+            speculation.hear(len(text.tokens) - 1, passed.hidden[0, row])
             speculation.take(text.choose(passed.logits[:, row]))
             if text.is_done:
                 break

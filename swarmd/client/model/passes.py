@@ -27,11 +27,13 @@ from swarmd.protocol.wire.alternatives import Alternative
 class PassLogits:
     """The answer to a window: logits [1, n, vocabulary] of its rows (``Flight.rows_to_decide``), and what it took.
 
-    Those of a second choice are left out where servers did not compute it.
+    ``hidden`` [1, n, d] is what they were computed from. Rows of a second choice are left out where servers did not
+    compute it.
     """
 
     number: int
     logits: torch.Tensor
+    hidden: torch.Tensor
     cost: PassCost
 
 
@@ -120,7 +122,8 @@ class SinglePasses:
             self._source.cache.crop(-window.n_cropped)
         logits = self._source.compute_logits(torch.tensor([window.tokens]), window.n_wanted)
         cost = PassCost(len(window.tokens), time.perf_counter() - started_at)
-        return PassLogits(window.number, logits[:, -window.n_wanted :], cost)
+        hidden = self._source.cache.returned
+        return PassLogits(window.number, logits[:, -window.n_wanted :], hidden[:, -window.n_wanted :], cost)
 
     def void_from(self, number: int) -> None:
         """Nothing else is under way."""
@@ -184,7 +187,7 @@ class FlyingPasses:
             logits = self._traced.compute(ids, positions, lambda _: hidden)
         here_s = entering_s + time.perf_counter() - started_at
         cost = PassCost(len(window.tokens) + len(second), arrived.took_s, here_s, answer.hops_s, arrived.is_alone)
-        return PassLogits(window.number, logits, cost)
+        return PassLogits(window.number, logits, hidden, cost)
 
     def void_from(self, number: int) -> None:
         """See ``ChainSession.void_from``."""

@@ -94,6 +94,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self._edits: list[Edit] = []
         self._records_past = False
         self._has_padding = False
+        self.returned = torch.empty(0)  # by the last ``append``, [b, n, d]
 
     @property
     def max_cache_len(self) -> int:
@@ -168,6 +169,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
         out = self.session.step(step)
         assert out is not None
         self.n_tokens += t
+        self.returned = out
         return out.to(hidden.dtype)
 
     @property

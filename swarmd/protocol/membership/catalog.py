@@ -1,7 +1,7 @@
 """The catalog: what the founders say of their swarm, in one signed list that every member keeps.
 
-Models and adapters by name, who may add some (delegates), which invites let how many in, and what for, who was let in
-for good, whose keys are revoked, and who founds by now. A newer one replaces an older one whole.
+Models, adapters and drafts by name, who may add some (delegates), which invites let how many in, and what for, who was
+let in for good, whose keys are revoked, and who founds by now. A newer one replaces an older one whole.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Signed by the founder, or by a key that the founder's catalog names in ``delegates``; then ``root`` is the version
     of that one, and neither delegates nor revoked keys may differ from it. ``adapters`` maps names to an adapter's hash
-    and the hash of the model that it adapts, ``sources`` hashes to where the hub has the same bytes: org/name@revision.
+    and the hash of the model that it adapts, ``drafts`` to the hash of what proposes tokens and that of the model that
+    it does so for, ``sources`` hashes to where the hub has the same bytes: org/name@revision.
     ``invites`` are those whose terms are not "any number, for anything", ``admitted`` members, both by public key;
     ``charters`` lead from the first founder to those of now. ``order`` (plan.trust.order) says who goes first where
     something is short; by key, ``favours`` are weights of members, or of all that an invite brought in.
@@ -75,12 +76,13 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
     charters: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_CHARTERS)] = ()
     order: Annotated[str, msgspec.Meta(max_length=16)] = "equal"
     favours: Annotated[dict[PublicKey, Favour], msgspec.Meta(max_length=MAX_ADMITTED)] = {}
+    drafts: Annotated[dict[Name, tuple[Name, Name]], msgspec.Meta(max_length=1_024)] = {}
 
     def hash_of(self, name: str) -> ModelId:
-        """The hash of a model or an adapter by its name, or by that hash itself. Raises ConfigError."""
+        """The hash of a model, an adapter or a draft by its name, or by that hash itself. Raises ConfigError."""
         if is_model_hash(name):  # a name may be like another's hash
             return ModelId(name)
-        listed = {**self.adapters, **self.models}
+        listed = {**self.drafts, **self.adapters, **self.models}
         if name in listed:
             return ModelId(listed[name][0])
         raise ConfigError(f"the catalog has no model {name!r}; it has: {', '.join(sorted(listed)) or 'none yet'}")
@@ -94,12 +96,12 @@ class Catalog(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of models and of adapters."""
-        return frozenset({*self.models, *self.adapters})
+        """Names of models, of adapters and of drafts."""
+        return frozenset({*self.models, *self.adapters, *self.drafts})
 
     def names_of(self, hash_: str) -> list[str]:
-        """All names of a model or an adapter, by its hash."""
-        listed = {**self.adapters, **self.models}
+        """All names of a model, an adapter or a draft, by its hash."""
+        listed = {**self.drafts, **self.adapters, **self.models}
         return sorted(name for name, (listed_hash, _) in listed.items() if listed_hash == hash_)
 
     @property
@@ -151,7 +153,7 @@ def add_admitted(catalog: Catalog, arrivals: dict[bytes, AdmittedMember], now: f
 #     founder:   (body, signature)
 #     delegate:  (body, signature, signer, root_raw)      root_raw is a founder's catalog that names the signer
 #
-# Who keeps only the delegate's bytes can so check both. A delegate changes models, adapters and sources; all else is
+# Who keeps only the delegate's bytes can so check both. A delegate changes names and sources; all else is
 # taken from the founder's, whatever the delegate's body says. A thief of a delegate's key can add models, no more.
 
 
@@ -200,6 +202,7 @@ def read_catalog_untrusted(raw: bytes, founder_key: bytes) -> Catalog:
         root=root.version,
         models=catalog.models,
         adapters=catalog.adapters,
+        drafts=catalog.drafts,
         sources=catalog.sources,
     )
 

@@ -17,6 +17,8 @@ from swarmd.protocol.models.model_layout import ModelLayout, read_layout
 
 ADAPTER = "swarmd-adapter"
 """The ``model_type`` of an adapter's configuration; peft's own is its ``adapter``."""
+DRAFT = "swarmd-draft"
+"""The ``model_type`` of a draft that learned from a model; how it is built is its ``draft``."""
 STATE = "swarmd-state"
 """The ``model_type`` of the state of a training run: the hash of its run, which update, and what is in it."""
 PACKED = "swarmd-gguf"
@@ -59,6 +61,10 @@ def check(config: Any) -> dict[str, Any]:
         if config.get("num_hidden_layers") != 0 or not isinstance(config.get("adapter"), dict):
             raise IntegrityError("an adapter has no blocks, and PEFT's configuration as adapter")
         return config
+    if config["model_type"] == DRAFT:
+        if config.get("num_hidden_layers") != 0 or not isinstance(config.get("draft"), dict):
+            raise IntegrityError("a draft that learned has no blocks, and how it is built as draft")
+        return config
     if config["model_type"] == STATE:
         if config.get("num_hidden_layers") != 0:
             raise IntegrityError("the state of a run has no blocks")
@@ -70,7 +76,7 @@ def check(config: Any) -> dict[str, Any]:
 
 def count_blocks(config: Mapping[str, Any]) -> int:
     """How many blocks a configuration has. Raises IntegrityError when it does not say."""
-    if config.get("model_type") in (ADAPTER, STATE):
+    if config.get("model_type") in (ADAPTER, DRAFT, STATE):
         return 0
     return layout_of(config).n_blocks(count_layers(config))
 

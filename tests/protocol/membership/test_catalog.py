@@ -47,6 +47,16 @@ def test_a_delegate_adds_a_model_and_another_delegate_builds_on_it() -> None:
     assert set(read_catalog_untrusted(second, KEY).models) == {"one", "two"}
 
 
+def test_a_delegate_adds_a_draft_that_goes_by_its_name() -> None:
+    drafts = {"guess": ("d" * 64, MODEL[0])}
+    read = read_catalog_untrusted(
+        sign_catalog_as_delegate(changed(root(), version=11, drafts=drafts), DELEGATE, root(), KEY), KEY
+    )
+    assert read.hash_of("guess") == "d" * 64
+    assert "guess" in read.names
+    assert read.names_of("d" * 64) == ["guess"]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

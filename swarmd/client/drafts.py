@@ -1,0 +1,92 @@
+"""Which draft proposes tokens for a model: one that is named, else one that learned here, else one of the catalog."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarmd.client.drafting.block_draft import BlockDraft, BlockModel
+from swarmd.client.drafting.draft_block import load_block
+from swarmd.client.drafting.source import DraftSource
+from swarmd.client.drafting.whole_model import Draft, DraftModel
+from swarmd.client.swarm import AsyncSwarm
+from swarmd.compute.model.skeleton import text_config
+from swarmd.errors import ConfigError, IntegrityError
+from swarmd.protocol.models import draft as drafts
+from swarmd.protocol.models.draft import DraftSettings
+from swarmd.values import ModelId
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+MOST_FETCHED_BYTES = 256 * 2**20  # of a draft that nobody asked for: what is larger has to be named once
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDraft:
+    """A draft on this disk: the file of a block with its ``settings``, or the folder of a whole model."""
+
+    path: Path
+    settings: DraftSettings | None = None
+
+
+async def find_draft(swarm: AsyncSwarm, name: str, base: ModelId) -> FoundDraft | None:
+    """Find the draft called so, or by "auto" the one that there is, and fetch it. Raises SwarmError."""
+    if name != AUTO:
+        return await _fetch(swarm, _require_draft(swarm, name, base), base)
+    own = swarm.drafts_folder / base
+    if drafts.is_draft(own):
+        return FoundDraft(own / drafts.WEIGHTS_FILE, drafts.read_file(own).draft)
+    for listed_name, (hash_, for_model) in sorted(swarm.view().catalog.drafts.items()):
+        if for_model == base:
+            manifest = await swarm.supply.manifest(ModelId(hash_))
+            n_bytes = sum(entry.n_bytes for entry in manifest.entries)
+            is_here = ModelId(hash_) in swarm.supply.library.folders
+            if is_here or n_bytes <= MOST_FETCHED_BYTES:
+                return await _fetch(swarm, ModelId(hash_), base)
+            logger.info("the draft %s has %d B, which are fetched once it is named", listed_name, n_bytes)
+    return None
+
+
+def _require_draft(swarm: AsyncSwarm, name: str, base: ModelId) -> ModelId:
+    catalog = swarm.view().catalog
+    hash_, for_model = catalog.drafts.get(name, ("", base))
+    if for_model != base:
+        raise ConfigError(f"the draft {name!r} is made for {for_model[:12]}, not for {base[:12]}")
+    return ModelId(hash_) if hash_ else catalog.hash_of(name)
+
+
+async def _fetch(swarm: AsyncSwarm, draft: ModelId, base: ModelId) -> FoundDraft:
+    folder = await swarm.supply.ensure(draft)
+    if drafts.is_draft_manifest(folder.manifest):
+        try:
+            return FoundDraft(folder.shards()[0], drafts.settings_of(folder.manifest, base))
+        except IntegrityError as error:
+            raise ConfigError(f"the draft {draft[:12]} cannot be used: {error}") from None
+    return FoundDraft(folder.folder)
+
+
+def load_draft(found: FoundDraft, model: Any, dtype: torch.dtype) -> Callable[[], DraftSource]:
+    """Load a draft for a remote model; returns what makes a source of a text. Raises ConfigError.
+
+    A whole model is loaded in ``dtype``.
+    """
+    settings = found.settings
+    if settings is None:
+        return partial(Draft, DraftModel(found.path, dtype))
+    embed = model.get_input_embeddings()
+    hidden = text_config(model.config).hidden_size
+    embedding = embed(torch.zeros(1, 1, dtype=torch.long)).shape[-1]
+    if (settings.hidden, settings.embedding) != (hidden, embedding):
+        raise ConfigError(
+            f"the draft takes in hidden states of {settings.hidden} elements and embeddings of {settings.embedding}, "
+            f"the model has {hidden} and {embedding}"
+        )
+    block = load_block(settings, found.path, embed.num_embeddings, torch.float32)
+    return partial(BlockDraft, BlockModel(block, embed))
