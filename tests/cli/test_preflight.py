@@ -25,7 +25,7 @@ from tests.cli.played import PlayedGateway
 HEAVY = {"torch", "transformers", "libp2p", "trio"}
 WRONG = (
     (["run", "nosuch", "hi"], "the catalog has no model 'nosuch'; it has: demo"),
-    (["run", "demo", "hi", "--draft", "nosuch"], "no model 'nosuch'"),
+    (["run", "demo", "hi", "--draft", "nosuch"], "the catalog has no draft 'nosuch'; it has: demo"),
     (["run", "demo", "hi", "--adapter", "nosuch"], "no adapter 'nosuch'"),
     (["run", "demo"], "an empty prompt"),
     (["run", "demo", "hi"], "your daemon is down"),

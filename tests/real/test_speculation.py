@@ -128,7 +128,7 @@ def test_a_server_killed_while_tokens_are_tried_changes_nothing(stage: tuple[Loc
 def test_a_draft_that_learned_proposes_unasked_here_and_for_others(
     stage: tuple[LocalSwarm, list[Volunteer]], tmp_path: Path
 ) -> None:
-    swarm, (first, second, _) = stage
+    swarm, (first, _, third) = stage
     with swarmd.connect(home=first.home.folder) as client:
         model = client.model("demo", lookup=False, draft="")
         base, _ = client.call(client.within.resolve, "demo")
@@ -143,8 +143,8 @@ def test_a_draft_that_learned_proposes_unasked_here_and_for_others(
     own.rename(tmp_path / "draft")
     add_model(first.home, "guesses", tmp_path / "draft")
     first.ask("reload", "POST")
-    swarm.wait(lambda: "guesses" in MembershipFiles(second.home).catalog().drafts, "the other member to hear of it")
-    with swarmd.connect(home=second.home.folder) as client:
+    swarm.wait(lambda: "guesses" in MembershipFiles(third.home).catalog().drafts, "another member to hear of it", third)
+    with swarmd.connect(home=third.home.folder) as client:
         assert_it_proposes(client)
         with pytest.raises(swarmd.ConfigError, match="'guesses' is made for"):
             client.call(find_draft, client.within, "guesses", ModelId("b" * 64))

@@ -312,7 +312,7 @@ class SimSwarm:
     async def client(self, wall_clock: Callable[[], float] | None = None) -> AsyncSwarm:
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
-        membership = ClientMembership(self.keys, identity, certificate, self._bootstrap(), {}, NOWHERE)
+        membership = ClientMembership(self.keys, identity, certificate, self._bootstrap(), {}, NOWHERE, NOWHERE)
         swarm = AsyncSwarm(membership, network, wall_clock or self.wall_clock)
         self._nursery.start_soon(network.run)
         await self._nursery.start(swarm.run)
