@@ -25,8 +25,9 @@ import swarmd
 from benchmarks.flight import SPANS
 from benchmarks.speculation import prompt, rate
 from benchmarks.wan_chain import told_by_client
+from swarmd.client.drafting.block_draft import BlockDraft, BlockModel
+from swarmd.client.drafting.draft_block import load_block
 from swarmd.client.drafting.lookup import Lookup
-from swarmd.client.drafts import FoundDraft, load_draft
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.models.draft import WEIGHTS_FILE, read_file
 from swarmd.values import PeerId, Span
@@ -73,7 +74,9 @@ def client(settings: dict[str, Any]) -> None:
     folder = Path(settings["draft"])
     with swarmd.connect(home=settings["home"]) as swarm:
         model = swarm.model("bench", lookup=False, draft="", chain=hops, wait_s=60)
-        draft = load_draft(FoundDraft(folder / WEIGHTS_FILE, read_file(folder).draft), model, torch.float32)
+        embed = model.get_input_embeddings()
+        block = load_block(read_file(folder).draft, folder / WEIGHTS_FILE, embed.num_embeddings, torch.float32)
+        draft = partial(BlockDraft, BlockModel(block, embed))
         sources = {"plain": [], "lookup": [Lookup], "draft": [draft], "both": [Lookup, draft]}
         tokenizer = swarm.tokenizer("bench")
         for number in range(1 + settings["rounds"]):  # the first warms up

@@ -34,6 +34,7 @@ from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.tuning.ticket import ForwardTicket
+from swarmd.compute.model.skeleton import text_config
 from swarmd.config import DTYPES, FORMATS, HEADS
 from swarmd.errors import ConfigError, SwarmError, Unreachable, first_error
 from swarmd.plan.chains.routing import Hop
@@ -425,7 +426,7 @@ class Swarm:
             folder, open_session, lanes, torch_dtype, ModelSpeculation(lookup and not exact), head_source
         )
         if draft and not (exact and draft == drafts.AUTO):
-            self._add_draft(remote, draft, name, exact, torch_dtype)
+            self._add_draft(remote, draft, (model, folder), exact, torch_dtype)
         return remote
 
     def _prepare_model(self, name: str) -> tuple[tuple[ModelId, int], Path]:
@@ -434,18 +435,17 @@ class Swarm:
         folder = self._thread.call(self._swarm.folder, model, n_blocks)
         return (model, n_blocks), folder
 
-    def _add_draft(self, remote: Any, draft: str, name: str, exact: bool, dtype: torch.dtype) -> None:
+    def _add_draft(self, remote: Any, draft: str, model: tuple[ModelId, Path], exact: bool, dtype: torch.dtype) -> None:
         """Have a draft propose tokens. Raises SwarmError for one that was named; others are done without."""
         if exact:
             raise ConfigError("no draft in the exact grade: its ops must not depend on what was measured")
         try:
-            base, _ = self._thread.call(self._swarm.resolve, name)
+            base, folder = model
             found = self._thread.call(drafts.find_draft, self._swarm, draft, base)
             if found is None:
                 return
-            if found.settings is None and load_tokenizer(found.path).get_vocab() != self.tokenizer(name).get_vocab():
-                raise ConfigError(f"{draft!r} cannot be a draft for {name!r}: it was made with another tokenizer")
-            remote.speculation.sources.append(drafts.load_draft(found, remote, dtype))
+            embed, hidden = remote.get_input_embeddings(), text_config(remote.config).hidden_size
+            remote.speculation.sources.append(drafts.load_draft(found, folder, embed, hidden, dtype))
         except SwarmError as error:
             if draft != drafts.AUTO:
                 raise

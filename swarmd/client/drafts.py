@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
 from swarmd.client.drafting.block_draft import BlockDraft, BlockModel
 from swarmd.client.drafting.draft_block import load_block
 from swarmd.client.drafting.source import DraftSource
 from swarmd.client.drafting.whole_model import Draft, DraftModel
 from swarmd.client.swarm import AsyncSwarm
-from swarmd.compute.model.skeleton import text_config
+from swarmd.client.text.tokenizer import load_tokenizer
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.models import draft as drafts
 from swarmd.protocol.models.draft import DraftSettings
@@ -72,21 +72,26 @@ async def _fetch(swarm: AsyncSwarm, draft: ModelId, base: ModelId) -> FoundDraft
     return FoundDraft(folder.folder)
 
 
-def load_draft(found: FoundDraft, model: Any, dtype: torch.dtype) -> Callable[[], DraftSource]:
-    """Load a draft for a remote model; returns what makes a source of a text. Raises ConfigError.
+def load_draft(
+    found: FoundDraft, folder: Path, embed: nn.Module, hidden: int, dtype: torch.dtype
+) -> Callable[[], DraftSource]:
+    """Load a draft for the model in a folder; returns what makes a source of a text. Raises ConfigError.
 
-    A whole model is loaded in ``dtype``.
+    ``embed`` are the model's input embeddings, ``hidden`` is how wide its hidden states are. A whole model is loaded in
+    ``dtype``.
     """
     settings = found.settings
     if settings is None:
+        if load_tokenizer(found.path).get_vocab() != load_tokenizer(folder).get_vocab():
+            raise ConfigError(f"{found.path} cannot be a draft: it was made with another tokenizer than the model")
         return partial(Draft, DraftModel(found.path, dtype))
-    embed = model.get_input_embeddings()
-    hidden = text_config(model.config).hidden_size
+    n_tokens = embed.num_embeddings
+    assert isinstance(n_tokens, int)
     embedding = embed(torch.zeros(1, 1, dtype=torch.long)).shape[-1]
     if (settings.hidden, settings.embedding) != (hidden, embedding):
         raise ConfigError(
             f"the draft takes in hidden states of {settings.hidden} elements and embeddings of {settings.embedding}, "
             f"the model has {hidden} and {embedding}"
         )
-    block = load_block(settings, found.path, embed.num_embeddings, torch.float32)
+    block = load_block(settings, found.path, n_tokens, torch.float32)
     return partial(BlockDraft, BlockModel(block, embed))

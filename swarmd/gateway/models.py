@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import trio
 from tokenizers import Tokenizer
 
+from swarmd.client.drafts import AUTO, FoundDraft, find_draft, load_draft
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.model.swarm_head import HeadChecks, head_called
 from swarmd.client.swarm import AsyncSwarm
@@ -24,7 +27,10 @@ from swarmd.gateway.generation.head import HeadThread
 from swarmd.gateway.generation.turns import Turns
 from swarmd.values import ModelId, Span
 
+logger = logging.getLogger(__name__)
+
 LOADED_WITHIN_S = 600.0  # the client's part of a model, from members on a home's link
+DRAFT_LOOK_INTERVAL_S = 300.0  # between two looks for a draft that was made or published meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +167,21 @@ class ServedModels:
         options = SessionOptions(model, n_blocks, 1, 1, dtype, head=head.checks is not None)
         engine = GenerationEngine(self._swarm, options, head, tokenizer, Prompts(folder), self._turns, self._kept_for_s)
         await self._nursery.start(engine.run)
+        self._nursery.start_soon(self._follow_draft, engine, folder, getattr(torch, dtype))
         return engine
+
+    async def _follow_draft(self, engine: GenerationEngine, folder: Path, dtype: torch.dtype) -> None:
+        """Have an engine use the draft that there is for its model: it may be made or published at any time."""
+        used: FoundDraft | None = None
+        while True:
+            try:
+                found = await find_draft(self._swarm, AUTO, engine.model)
+                if found != used:
+                    used, engine.make_draft = found, None
+                    if found is not None:
+                        ends = engine.ends
+                        load = partial(load_draft, found, folder, ends.input_embeddings, ends.width, dtype)
+                        engine.make_draft = await trio.to_thread.run_sync(load)
+            except SwarmError as error:
+                logger.warning("without a draft: %s", error)
+            await trio.sleep(DRAFT_LOOK_INTERVAL_S)

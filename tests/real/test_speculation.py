@@ -11,15 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import swarmd
 from swarmd.client.draft_training import DraftTask, train_draft
+from swarmd.client.drafting.block_draft import BlockDraft
+from swarmd.client.drafting.source import DraftSource
 from swarmd.client.drafting.speculation import Costs, PassCost
 from swarmd.client.drafting.whole_model import Draft, DraftModel
 from swarmd.client.drafting.writing import cut_rows
 from swarmd.client.drafts import find_draft
+from swarmd.client.entry import membership
 from swarmd.client.sessions.session import ChainSession
+from swarmd.client.swarm import join_swarm
+from swarmd.config import GatewayConfig
+from swarmd.gateway.generation.answer import AnswerDelta, AnswerOptions
+from swarmd.gateway.generation.row import RowReport
+from swarmd.gateway.generation.sampling import Sampling
+from swarmd.gateway.generation.turns import Turns
+from swarmd.gateway.models import ServedModels
 from swarmd.home.membership import MembershipFiles
 from swarmd.home.models import bundled_folder
 from swarmd.values import ModelId
@@ -140,6 +151,7 @@ def test_a_draft_that_learned_proposes_unasked_here_and_for_others(
         assert made.draft.acceptance[0] > 0.1
         assert said[0] == "read 2,048 tokens"
         assert_it_proposes(client)
+    trio.run(assert_a_gateway_uses_it, first.home.folder)
     own.rename(tmp_path / "draft")
     add_model(first.home, "guesses", tmp_path / "draft")
     first.ask("reload", "POST")
@@ -159,12 +171,44 @@ def assert_it_proposes(client: swarmd.Swarm) -> None:
     assert model.last_speculation.n_taken > 0
 
 
+async def assert_a_gateway_uses_it(home: Path) -> None:
+    """Its engine tries tokens of the draft that learned, unasked, and the text is the same."""
+    prompt = tuple(inputs()["input_ids"][0].tolist())
+    expected = local(do_sample=False)[0, len(prompt) :].tolist()
+    async with join_swarm(membership(None, home)) as swarm, trio.open_nursery() as nursery:
+        engine = await ServedModels(swarm, Turns(1, 1, 1), nursery, GatewayConfig()).load_engine("demo")
+        with trio.fail_after(30):
+            while engine.make_draft is None:
+                await trio.sleep(0.02)
+        options = AnswerOptions(prompt, N_TOKENS, Sampling(temperature=0), eos=engine.eos)
+        made: list[BlockDraft] = []
+        make_draft = engine.make_draft
+
+        def make() -> DraftSource:
+            draft = make_draft()
+            assert isinstance(draft, BlockDraft)
+            made.append(draft)
+            return draft
+
+        engine.make_draft = make
+        for _ in range(2):  # what passes take is known in the second
+            report = RowReport(len(prompt))
+            tokens: list[int] = []
+
+            async def keep(delta: AnswerDelta, tokens: list[int] = tokens) -> None:
+                tokens.extend(choice.token for choice in delta.choices)
+
+            await engine.write(options, keep, report)
+            assert tokens == [token for token in expected if token not in engine.eos]
+        assert report.n_accepted > 0
+        assert made[1].each_s > 0, "it was asked"
+        nursery.cancel_scope.cancel()
+
+
 def test_a_draft_with_another_tokenizer_is_refused(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:
     with (
         swarmd.connect(home=stage[1][0].home.folder) as client,
-        pytest.raises(
-            swarmd.ConfigError, match="'other' cannot be a draft for 'demo': it was made with another tokenizer"
-        ),
+        pytest.raises(swarmd.ConfigError, match="/other cannot be a draft: it was made with another tokenizer"),
     ):
         client.model("demo", draft="other")
 

@@ -191,6 +191,11 @@ class Speculation:
         return None if self._record is None else self._record.source
 
     @property
+    def takes_time(self) -> bool:
+        """Does whoever is asked next take time for each token?"""
+        return self._record is not None and self._record.source.each_s > 0
+
+    @property
     def can_draft(self) -> bool:
         """Is one token more worth trying?"""
         is_waiting = bool(self._flight.n_under_way) and not self.plan.flies  # what is known then decides what is tried
@@ -233,8 +238,7 @@ class Speculation:
         if not flight.n_unsent:
             return False
         if not flight.n_under_way:
-            drafts_meanwhile = self.plan.flies and self._record is not None and self._record.source.each_s > 0
-            return drafts_meanwhile or not self.can_draft
+            return (self.plan.flies and self.takes_time) or not self.can_draft
         return self.plan.flies and now >= self.next_at
 
     def patience_s(self, now: float) -> float | None:

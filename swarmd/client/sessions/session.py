@@ -240,6 +240,14 @@ class ChainSession:
         await self._sender.send_op(OpInFlight(sent, step.want, step.vocabulary))
         return sent.seq
 
+    async def has_news(self, within_s: float) -> bool:
+        """Has ``receive`` something to do within so many seconds: an answer to a window, or trouble?"""
+        with trio.move_on_after(within_s):
+            while self._windows and self.chain.trouble is None and not self._ops.has_answer(self._windows[0].seq):
+                await self.chain.changed.wait()
+            return bool(self._windows)
+        return False
+
     async def receive(self) -> WindowAnswer | None:
         """Wait for the next answer; None where no window is under way. Raises SwarmError, which ends the session."""
         try:

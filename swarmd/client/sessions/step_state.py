@@ -104,6 +104,10 @@ class OpsInFlight:
         self._n_replayed = 0
         return waited_s
 
+    def has_answer(self, seq: int) -> bool:
+        """Is an answer here that nobody has taken?"""
+        return seq in self._answers
+
     def take_answer(self, seq: int) -> OpAnswer | None:
         """Return an answer once; None before it is here."""
         return self._answers.pop(seq, None)

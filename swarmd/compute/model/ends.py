@@ -82,6 +82,12 @@ class Ends:
         end_tokens = frozenset[int]().union(*map(_read_ids, sources))
         self.eos = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
 
+    @property
+    def input_embeddings(self) -> nn.Module:
+        """What embeds tokens, before anything else that the family does to them."""
+        embed: nn.Module = self._model.get_input_embeddings()
+        return embed
+
     @cached_property
     def hidden_size(self) -> int:
         """How many numbers a token has as it travels: those of all its streams."""

@@ -222,7 +222,7 @@ async def prepare_request(
         eos=frozenset() if request.sampled.ignore_eos else engine.eos | prompt.ends,
         grammar=grammar,
         shown=engine.token_bytes.special_among(() if formats is None else formats.tokens),
-        looks_up=engine.ends.can_crop,
+        may_try=engine.ends.can_crop,
         key=request.key,
         keeps=request.keeps,
     )

@@ -7,11 +7,12 @@ what was tried: the distribution is that of one token at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from swarmd.client.drafting.lookup import Lookup
+from swarmd.client.drafting.source import DraftSource
 from swarmd.client.drafting.speculation import Costs, Speculation
 from swarmd.gateway.generation.grammar import Grammar
 from swarmd.gateway.generation.sampling import SampledToken, Sampler, Sampling
@@ -33,7 +34,7 @@ class AnswerOptions:
     eos: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()  # special tokens that are part of the text
-    looks_up: bool = True
+    may_try: bool = True  # tokens ahead
     key: str = ""
     keeps: bool = True  # its session, for a next turn, and may have a kept one, or the room of some
 
@@ -55,12 +56,13 @@ class AnswerDelta:
 
 
 class Answer:
-    """The growing answer to one request, and what is tried ahead for it."""
+    """The growing answer to one request, and what is tried ahead for it by ``sources``, where that may be."""
 
-    def __init__(self, options: AnswerOptions, tokens: TokenBytes, costs: Costs) -> None:
+    def __init__(
+        self, options: AnswerOptions, tokens: TokenBytes, costs: Costs, sources: Sequence[DraftSource] = ()
+    ) -> None:
         self.options = options
-        drafters = [Lookup()] if options.looks_up and not options.grammar else []
-        self.speculation = Speculation(costs, drafters)
+        self.speculation = Speculation(costs, sources if options.may_try and not options.grammar else ())
         self._sampler = Sampler(options.sampling, options.prompt)
         self._bytes = tokens
         self._writer = Writer(tokens, options.stops, options.prompt[-N_BEFORE:], options.shown)
@@ -79,8 +81,9 @@ class Answer:
         """The prompt and the answer so far."""
         return self._tokens
 
-    def begin(self, logits: torch.Tensor) -> None:
-        """Take the logits [1, vocabulary] after the prompt, or after all of the text so far."""
+    def begin(self, logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Take the logits [1, vocabulary] after the prompt or all of the text so far, and what they are of, [1, d]."""
+        self.speculation.hear(len(self._tokens) - 1, hidden[0])
         self._take(self._choose(logits[0]))
         self._take_forced()
 
@@ -91,8 +94,11 @@ class Answer:
         self.speculation.start(flight, most_tokens, can_fly, now)
         return flight
 
-    def read(self, window: TokenWindow, logits: torch.Tensor, now: float) -> int | None:
-        """Take the logits [n_wanted, vocabulary] of a window; returns from which number on windows are void."""
+    def read(self, window: TokenWindow, logits: torch.Tensor, hidden: torch.Tensor, now: float) -> int | None:
+        """Take a window's logits [n_wanted, vocabulary], and what they are of, [n_wanted, d].
+
+        Returns from which number on windows are void, where some have become so.
+        """
         # Row i holds what the model says after the token sent at place i. A token that was tried counts as long as
         # each choice before it was the token sent:
         #
@@ -101,6 +107,7 @@ class Answer:
         #     choice   d0   d1   x            x != d2: x counts, d2 and r3 do not
         n_before = self.n_tokens
         for row in self.speculation.rows_to_decide(window):
+            self.speculation.hear(len(self._tokens) - 1, hidden[row])
             choice = self._choose(logits[row])
             self.speculation.take(choice.token)
             self._count(choice)

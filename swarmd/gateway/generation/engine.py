@@ -13,6 +13,8 @@ import torch
 import trio
 from tokenizers import Tokenizer
 
+from swarmd.client.drafting.lookup import Lookup
+from swarmd.client.drafting.source import DraftSource
 from swarmd.client.drafting.speculation import Costs
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.links.ops import StepInput
@@ -68,6 +70,8 @@ class GenerationEngine:
         self._kept: list[KeptSession] = []
         self._running: dict[int, RowReport] = {}
         self._costs = Costs()
+        self.make_draft: Callable[[], DraftSource] | None = None  # makes one for a text, where this model has a draft
+        self._drafting = trio.CapacityLimiter(1)
         self.token_bytes = TokenBytes(tokenizer)
         ends = self.ends.eos | read_end_tokens(prompts.folder, tokenizer)
         self.eos = frozenset(token for token in ends if token < self.ends.vocabulary)
@@ -190,6 +194,8 @@ class GenerationEngine:
     # turn; one that was cancelled or failed does not, for its cache may hold half an op.
     async def _write(self, row: GenerationRow, on_delta: OnDelta, report: RowReport, began_at: float) -> None:
         is_complete = False
+        speculation = row.answer.speculation
+        speculation.begin(row.answer.options.prompt)
         try:
             work = await self.head(row)
             while work.embedded is not None or row.is_waiting:
@@ -205,9 +211,8 @@ class GenerationEngine:
                             break
                     report.is_sent = True
                     await row.send(ids, embedded)
-                pause_s = row.pause_s()
-                if pause_s is not None:
-                    await trio.sleep(pause_s)
+                if not await row.is_next_answer_first():
+                    await row.draft(self._drafting)
                     work = await self.head(row)
                     continue
                 arrived = await row.receive()
@@ -222,6 +227,8 @@ class GenerationEngine:
             is_complete = True
         finally:
             report.total_s = trio.current_time() - began_at
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(speculation.end)
             if is_complete and row.answer.options.keeps:
                 row.leave_session()
                 ended_at = trio.current_time()
@@ -282,7 +289,8 @@ class GenerationEngine:
         n_shared: int = 0,
     ) -> GenerationRow:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
-        answer = Answer(options, self.token_bytes, self._costs)
+        sources = [Lookup()] if self.make_draft is None else [Lookup(), self.make_draft()]
+        answer = Answer(options, self.token_bytes, self._costs, sources)
         return GenerationRow(session, room, answer, tokens, n_shared, vocabulary)
 
     def _options_for(self, max_tokens: int) -> SessionOptions:

@@ -83,6 +83,7 @@ class GenerationRow:
         self._flies = False  # may windows be under way together?
         self._window: TokenWindow | None = None  # sent next, or last
         self._answered: TokenWindow | None = None  # last
+        self._hidden = torch.empty(0)  # [n_wanted, d], what came last
         self._sent: dict[int, TokenWindow] = {}
         self._step: StepInput | None = None  # waits to be sent, and for its answer
         self._void_from: int | None = None
@@ -124,10 +125,12 @@ class GenerationRow:
 
     @property
     def is_waiting(self) -> bool:
-        """Is something under way that the answer needs?"""
+        """Is something under way, or being drafted, that the answer needs?"""
         if self.answer.finish:
             return False
-        return self._step is not None or (self._flight is not None and self._flight.n_under_way > 0)
+        if self._flight is None:
+            return self._step is not None
+        return self._step is not None or self._flight.n_under_way > 0 or self.answer.speculation.can_draft
 
     @property
     def outgrows(self) -> bool:
@@ -142,31 +145,37 @@ class GenerationRow:
         now = time.perf_counter()
         if self._flight is None:
             assert logits is not None
-            self.answer.begin(logits)
+            self.answer.begin(logits, self._hidden)
             self._flies = self.session.can_fly
             number = self.session.chain.position.seq + 1 if self._flies else 0
             self._flight = self.answer.fly(self._cached, number, self.max_tokens, self._flies, now)
         elif logits is not None:
             assert self._answered is not None
-            self._void_from = self.answer.read(self._answered, logits, now)
+            self._void_from = self.answer.read(self._answered, logits, self._hidden, now)
         return self._next_tokens(now)
 
     def _next_tokens(self, now: float) -> list[int]:
         speculation = self.answer.speculation
         if self.answer.finish:
             return []
-        while speculation.can_draft:
+        while speculation.can_draft and not speculation.takes_time:
             speculation.draft()
         if not speculation.is_due(now):
             return []
         self._window = speculation.next_window(now)
         return list(self._window.tokens)
 
-    def pause_s(self) -> float | None:
-        """How long to wait before more may be sent; None where nothing is there to send."""
+    async def is_next_answer_first(self) -> bool:
+        """Wait until the next answer is here, or more may be drafted or sent before it; is it the answer?"""
         if self.answer.finish or self._flight is None:
-            return None
-        return self.answer.speculation.patience_s(time.perf_counter())
+            return True
+        pause_s = self.answer.speculation.patience_s(time.perf_counter())
+        return pause_s is None or await self.session.has_news(pause_s)
+
+    async def draft(self, drafting: trio.CapacityLimiter) -> None:
+        """Have a source that takes time propose more, in a thread beside the head's."""
+        if self.answer.speculation.can_draft:
+            await trio.to_thread.run_sync(self.answer.speculation.draft, limiter=drafting)
 
     async def send(self, ids: list[int], embedded: torch.Tensor) -> None:
         """Send tokens, [1, t, d]."""
@@ -201,14 +210,16 @@ class GenerationRow:
             if self._window is not None:
                 cost = PassCost(len(self._window.tokens), trio.current_time() - began_at, 0.0, self.session.hops_s)
                 self._begin_answer(self._window, cost)
-            return outputs[0, -step.want :], self.session.served_logits
+            self._hidden = outputs[0, -step.want :]
+            return self._hidden, self.session.served_logits
         arrived = await self.session.receive()
         if arrived is None:
             return None
         window = self._sent.pop(arrived.seq)
         answer = arrived.answer
         self._begin_answer(window, PassCost(len(window.tokens), arrived.took_s, 0.0, answer.hops_s, arrived.is_alone))
-        return answer.hidden[0, -window.n_wanted :], answer.logits
+        self._hidden = answer.hidden[0, -window.n_wanted :]
+        return self._hidden, answer.logits
 
     def _begin_answer(self, window: TokenWindow, cost: PassCost) -> None:
         if len(window.tokens) > window.n_wanted:  # a grammar forced some, which are no tries

@@ -10,6 +10,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from swarmd.client.drafting.lookup import Lookup
+from swarmd.client.drafting.source import DraftSource
 from swarmd.client.drafting.speculation import Costs, PassCost
 from swarmd.gateway.generation.answer import Answer, AnswerOptions
 from swarmd.gateway.generation.grammar import Grammar
@@ -17,6 +19,7 @@ from swarmd.gateway.generation.sampling import Sampling
 from swarmd.gateway.generation.schema_compiler import Compiler
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.plan.chains.flight import TokenWindow
+from tests.scripted_source import ScriptedSource
 
 N = 64  # tokens of the toy models below
 Model = Callable[[list[int]], torch.Tensor]
@@ -29,12 +32,21 @@ def cycle(tokens: list[int]) -> torch.Tensor:
     return logits
 
 
+def hidden_of(places: list[int]) -> torch.Tensor:
+    """What left the last block at some places: here, which place it is."""
+    return torch.tensor(places, dtype=torch.float32)[:, None]
+
+
 def run(
-    options: AnswerOptions, tokenizer: Tokenizer, model: Model = cycle, can_fly: bool = False
+    options: AnswerOptions,
+    tokenizer: Tokenizer,
+    model: Model = cycle,
+    can_fly: bool = False,
+    sources: list[DraftSource] | None = None,
 ) -> tuple[list[int], str, Answer, int]:
     """Drive an answer as the engine does; returns its tokens, its text, itself, and how many passes it took."""
     costs = Costs()
-    answer = Answer(options, TokenBytes(tokenizer), costs)
+    answer = Answer(options, TokenBytes(tokenizer), costs, [Lookup()] if sources is None else sources)
     n_passes = 1
     text = ""
     tokens: list[int] = []
@@ -45,7 +57,7 @@ def run(
         tokens.extend(choice.token for choice in piece.choices)
         text += piece.text
 
-    answer.begin(torch.stack([model(list(options.prompt))]))
+    answer.begin(torch.stack([model(list(options.prompt))]), hidden_of([len(options.prompt) - 1]))
     take_piece()
     flight = answer.fly(list(options.prompt), 7, 1_000, can_fly, 0.0)
     speculation = answer.speculation
@@ -66,7 +78,8 @@ def run(
         sent = [*flight.text[: window.n_before], *window.tokens]
         n_first = len(sent) - window.n_wanted
         logits = torch.stack([model(sent[: n_first + i + 1]) for i in range(window.n_wanted)])
-        if answer.read(window, logits, now) is not None:
+        hidden = hidden_of(list(range(n_first, len(sent))))
+        if answer.read(window, logits, hidden, now) is not None:
             windows.clear()
         take_piece()
     return tokens, text, answer, n_passes
@@ -77,7 +90,7 @@ def run(
 def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature: float, can_fly: bool) -> None:
     sampling = Sampling(temperature=temperature, seed=5)
     prompt = tuple(10 + i % 12 for i in range(30))
-    plain = run(AnswerOptions(prompt, 60, sampling, looks_up=False), tokenizer)
+    plain = run(AnswerOptions(prompt, 60, sampling, may_try=False), tokenizer)
     with_draft = run(AnswerOptions(prompt, 60, sampling), tokenizer, can_fly=can_fly)
     assert with_draft[0] == plain[0]
     assert with_draft[1] == plain[1]
@@ -86,6 +99,28 @@ def test_what_is_tried_ahead_changes_no_token(tokenizer: Tokenizer, temperature:
     assert with_draft[2].speculation.n_sent > 0
     if temperature == 0:
         assert with_draft[3] < 12, "what was copied was right"
+
+
+class Listener(ScriptedSource):
+    """Notes the place of each hidden state that it hears of."""
+
+    def __init__(self, text: list[int]) -> None:
+        super().__init__(text, chance=0.7, each_s=0.001, seed=3)
+        self.heard: list[tuple[int, float]] = []
+
+    def hear(self, place: int, hidden: torch.Tensor) -> None:
+        self.heard.append((place, float(hidden)))
+
+
+@pytest.mark.parametrize("can_fly", [False, True])
+def test_who_drafts_hears_each_hidden_state_once_whatever_was_wrong(tokenizer: Tokenizer, can_fly: bool) -> None:
+    options = AnswerOptions(tuple(10 + i % 12 for i in range(30)), 60, Sampling(temperature=0))
+    plain = run(options, tokenizer, sources=[])
+    listener = Listener([*options.prompt, *plain[0]])
+    tokens, _, answer, _ = run(options, tokenizer, can_fly=can_fly, sources=[listener])
+    assert tokens == plain[0]
+    assert 0 < answer.speculation.n_taken < answer.speculation.n_sent
+    assert listener.heard == [(place, float(place)) for place in range(29, 89)], "in order, none of what was void"
 
 
 def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> None:
