@@ -30,7 +30,7 @@ class OneModel:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.weights_folder = folder
+        self.weights_folder = self.drafts_folder = folder
 
     def view(self) -> SwarmView:
         times: dict[str, Any] = {"sequence": 1, "issued_at": 0, "expires_at": 60, "certificate": ()}
