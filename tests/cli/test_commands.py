@@ -237,7 +237,6 @@ def check_running(swarm: LocalSwarm, tmp_path: Path) -> None:
     founder = swarm.volunteers[0]
     home = founder.home.folder
     for words in (["status"], ["peers"], ["ps"], ["why"], ["models", "ls"]):
-        assert swarmd(*words, home=home).returncode == 0
         assert json.loads(swarmd(*words, "--json", home=home).stdout)["schema"] == 1
     assert "unknown" in swarmd("peers", home=home).stdout, "what was not measured is shown as unknown"
     fails(swarmd("run", "demo", "hello", home=home), 5, "no live server holds blocks [0,6)")

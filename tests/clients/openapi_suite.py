@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 URL = os.environ["SWARMD_GATEWAY"]
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MOST = {**dict.fromkeys(LIMITS, 4), "n": 2, "best_of": 2}
-N_EXAMPLES = int(os.environ.get("SWARMD_EXAMPLES", "20"))  # for each path
+N_EXAMPLES = int(os.environ.get("SWARMD_EXAMPLES", "10"))  # for each path
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 schema = schemathesis.openapi.from_url(f"{URL}/openapi.json")

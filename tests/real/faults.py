@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from transformers import LogitsProcessor
 
 import swarmd
+from swarmd.client.drafting.speculation import Costs, PassCost
 from swarmd.client.links.link import Statistics
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
@@ -102,6 +104,16 @@ def inputs_for(mode: str, vocabulary: int, seed: int) -> dict[str, torch.Tensor]
     if mode == "padded":
         ids[0, :5], mask[0, :5] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def fly_far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second a trip, so that many windows are under way whatever this machine's speed."""
+    measure = Costs.measured
+
+    def measured(costs: Costs, cost: PassCost) -> None:
+        measure(costs, PassCost(cost.n_tokens, 1.0 + 0.01 * (cost.n_tokens - 1), hops_s=(0.001,)))
+
+    monkeypatch.setattr(Costs, "measured", measured)
 
 
 def generate(

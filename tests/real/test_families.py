@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,9 @@ from swarmd.compute.model.ends import all_look_back
 from swarmd.errors import ConfigError
 from swarmd.home.models import bundled_folder
 from tests import checkpoints, families
-from tests.real.faults import MODES, Blow, disturbed, generate, inputs_for
+from tests.real.faults import MODES, Blow, disturbed, fly_far_away, generate, inputs_for
 from tests.real.harness import Volunteer, local_swarm
+from tests.scripted_source import ScriptedSource
 
 pytestmark = pytest.mark.slow
 N_TOKENS = 24
@@ -120,7 +122,7 @@ ALL = [*" ".join(KINDS.values()).split(), *families.VARIANTS]
 
 @pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
 @pytest.mark.parametrize("family", [f if f in IN_CI else pytest.param(f, marks=pytest.mark.prove) for f in ALL])
-def test_families_of_every_kind_are_served(family: str, tmp_path: Path) -> None:
+def test_families_of_every_kind_are_served(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of decoding gives the local tokens, also when a server dies in mid-answer; and so does a LoRA's step."""
     folder = families.make_named(family, tmp_path / "made")
     layout = families.lay_out(folder)
@@ -140,6 +142,10 @@ def test_families_of_every_kind_are_served(family: str, tmp_path: Path) -> None:
                     generate(each, mode, inputs, N_TOKENS, 11, pad_token_id=0).sequences for each in (model, local)
                 )
                 assert torch.equal(ours, theirs), mode
+            if "lookup" in modes:
+                with monkeypatch.context() as far_away:
+                    fly_far_away(far_away)
+                    compare_in_flight(model, local)
             inputs = inputs_for("greedy", families.VOCABULARY, seed=4)
             expected = generate(local, "greedy", inputs, N_TOKENS, 11).sequences
             outcome = disturbed(client.model("model"), volunteers, "greedy", inputs, N_TOKENS, 11, (Blow(9, (-2,)),))
@@ -152,6 +158,30 @@ def test_families_of_every_kind_are_served(family: str, tmp_path: Path) -> None:
         (hosting,) = volunteers[0].ask("status")["hosting"]
         assert hosting["server"]["total_cache_tokens"] > 1_000, "a session's states are not those of a token"
     assert why["chains"]["model"]["layout"] == layout.describe()
+
+
+IN_FLIGHT: tuple[dict[str, Any], ...] = (  # by what is chosen, and what ends a text
+    {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    {"do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.95, "repetition_penalty": 1.1},
+    {"do_sample": True, "min_p": 0.01, "suppress_tokens": [7, 8], "eos_token_id": list(range(3, 40))},
+)
+
+
+def compare_in_flight(model: Any, local: Any) -> None:
+    """Tokens that are tried ahead change none, with penalties and other processors, and with ends of a text."""
+    inputs = inputs_for("greedy", families.VOCABULARY, seed=5)
+    for options in IN_FLIGHT:
+        options = {"max_new_tokens": 2 * N_TOKENS, "pad_token_id": 0, **options}
+        torch.manual_seed(8)
+        expected = local.generate(**inputs, **options)[0].tolist()
+        model.speculation.sources = [lambda text=expected: ScriptedSource(text, 0.7, 0.002, 3, 0.4, time.sleep)]
+        for _ in range(2):  # what passes take is known in the second
+            torch.manual_seed(8)
+            assert model.generate(**inputs, **options)[0].tolist() == expected, options
+        tried, statistics = model.last_speculation, model.last_session.statistics
+        if len(expected) - inputs["input_ids"].shape[1] > N_TOKENS:
+            assert tried.n_taken, tried.reason
+            assert statistics.n_void or not tried.plan.flies, "some were wrong"
 
 
 def compare_lora_step(model: Any, local: Any, tolerance: float) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmd.client.drafting.speculation import Costs, PassCost
-from tests.real.faults import VOCABULARY, Stage, inputs_for, open_stage
+from tests.real.faults import VOCABULARY, Stage, fly_far_away, inputs_for, open_stage
 from tests.scripted_source import ScriptedSource
 
 pytestmark = pytest.mark.slow
@@ -37,13 +36,7 @@ def stage(whole_stage: Stage) -> Iterator[Stage]:
 
 @pytest.fixture(autouse=True)
 def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second a trip, so that many windows are under way whatever this machine's speed."""
-    measure = Costs.measured
-
-    def measured(costs: Costs, cost: PassCost) -> None:
-        measure(costs, PassCost(cost.n_tokens, 1.0 + 0.01 * (cost.n_tokens - 1), hops_s=(0.001,)))
-
-    monkeypatch.setattr(Costs, "measured", measured)
+    fly_far_away(monkeypatch)
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor]) -> list[int]:

@@ -289,6 +289,8 @@ def format_extra(reports: Sequence[RowReport], request: GenerationRequest) -> Js
         "longest_stall_s": round(last.longest_stall_s, 4),
         "tried_ahead": last.n_drafted,
         "taken_ahead": last.n_accepted,
+        "void_windows": last.n_void,
+        "tried_because": last.tried_because,
         "doubts": doubts,
         "warnings": format_warnings(request),
     }

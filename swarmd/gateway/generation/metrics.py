@@ -26,6 +26,7 @@ class Metrics:
         self.hits = self._counter("prefix_cache_hits", "Tokens of prompts that such a session had.")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens tried ahead.")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that were right.")
+        self.void = self._counter("void_windows", "Windows of tried tokens that became void under way.")
         self.served_logits = self._counter(
             "tokens_with_given_logits", "Tokens, tried ones too, whose logits a server gave."
         )
@@ -61,6 +62,7 @@ class Metrics:
         self.hits.labels(model).inc(report.n_cached)
         self.drafted.labels(model).inc(report.n_drafted)
         self.accepted.labels(model).inc(report.n_accepted)
+        self.void.labels(model).inc(report.n_void)
         self.served_logits.labels(model).inc(report.n_logits)
         self.repairs.labels(model).inc(len(report.repairs))
         self.prompts.labels(model).observe(report.n_prompt)

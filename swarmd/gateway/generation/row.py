@@ -31,6 +31,8 @@ class RowReport:
     n_generated: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    n_void: int = 0  # windows that were under way when a token before them turned out wrong
+    tried_because: str = ""  # how far tokens were tried ahead last, and why
     n_logits: int = 0
     n_reasoning: int = 0  # tokens of thoughts among those generated
     queued_s: float = 0.0
@@ -96,6 +98,7 @@ class GenerationRow:
         statistics = self.session.statistics
         self._n_repairs = len(statistics.repairs)
         self._n_logits = statistics.n_logits
+        self._n_void = statistics.n_void
         self._n_doubts = len(statistics.doubts)
 
     def go_on_in(self, session: ChainSession, max_tokens: int) -> None:
@@ -257,4 +260,6 @@ class GenerationRow:
         speculation = self.answer.speculation
         report.n_drafted = speculation.n_sent
         report.n_accepted = speculation.n_taken
+        report.n_void = self.session.statistics.n_void - self._n_void
+        report.tried_because = speculation.last_plan or speculation.reason
         report.n_logits = self._earlier_logits + self.session.statistics.n_logits - self._n_logits

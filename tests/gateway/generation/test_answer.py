@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from swarmd.client.drafting.source import DraftSource
 from swarmd.client.drafting.speculation import Costs, PassCost
 from swarmd.gateway.generation.answer import Answer, AnswerOptions
 from swarmd.gateway.generation.grammar import Grammar
-from swarmd.gateway.generation.sampling import Sampling
+from swarmd.gateway.generation.sampling import SampledToken, Sampling
 from swarmd.gateway.generation.schema_compiler import Compiler
 from swarmd.gateway.generation.token_bytes import TokenBytes
 from swarmd.plan.chains.flight import TokenWindow
@@ -43,18 +44,18 @@ def run(
     model: Model = cycle,
     can_fly: bool = False,
     sources: list[DraftSource] | None = None,
-) -> tuple[list[int], str, Answer, int]:
-    """Drive an answer as the engine does; returns its tokens, its text, itself, and how many passes it took."""
+) -> tuple[list[int], str, Answer, int, list[SampledToken]]:
+    """Drive an answer as the engine does; returns its tokens, its text, itself, its passes, and its choices."""
     costs = Costs()
     answer = Answer(options, TokenBytes(tokenizer), costs, [Lookup()] if sources is None else sources)
     n_passes = 1
     text = ""
-    tokens: list[int] = []
+    choices: list[SampledToken] = []
 
     def take_piece() -> None:
         nonlocal text
         piece = answer.piece()
-        tokens.extend(choice.token for choice in piece.choices)
+        choices.extend(piece.choices)
         text += piece.text
 
     answer.begin(torch.stack([model(list(options.prompt))]), hidden_of([len(options.prompt) - 1]))
@@ -82,7 +83,30 @@ def run(
         if answer.read(window, logits, hidden, now) is not None:
             windows.clear()
         take_piece()
-    return tokens, text, answer, n_passes
+    return [choice.token for choice in choices], text, answer, n_passes, choices
+
+
+@pytest.mark.parametrize("can_fly", [False, True])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, seed=5, top_p=0.9, repetition_penalty=1.05, wants_logprobs=True, n_top=3),
+        Sampling(temperature=0.7, seed=6, top_k=8, presence_penalty=0.1, frequency_penalty=0.05, bias={12: -1.0}),
+        Sampling(temperature=0.0, min_p=0.1, frequency_penalty=0.2, wants_logprobs=True),
+    ],
+    ids=["log-probabilities", "penalties and bias", "greedy"],
+)
+def test_whatever_is_asked_for_is_the_same_with_tries(tokenizer: Tokenizer, sampling: Sampling, can_fly: bool) -> None:
+    prompt = tuple(10 + i % 12 for i in range(30))
+    options = AnswerOptions(prompt, 60, sampling, stops=(tokenizer.decode([14, 15, 16]),))
+    without_end = run(replace(options, stops=()), tokenizer, sources=[])
+    for each in (options, replace(options, stops=())):
+        plain = run(each, tokenizer, sources=[])
+        source = ScriptedSource([*prompt, *without_end[0]], chance=0.8, each_s=0.001, seed=3)
+        told = run(each, tokenizer, can_fly=can_fly, sources=[source])
+        assert (told[0], told[1], told[2].finish) == (plain[0], plain[1], plain[2].finish)
+        assert told[4] == plain[4], "and its log-probabilities"
+        assert told[2].speculation.n_taken > 0
 
 
 @pytest.mark.parametrize("can_fly", [False, True])
@@ -117,7 +141,7 @@ def test_who_drafts_hears_each_hidden_state_once_whatever_was_wrong(tokenizer: T
     options = AnswerOptions(tuple(10 + i % 12 for i in range(30)), 60, Sampling(temperature=0))
     plain = run(options, tokenizer, sources=[])
     listener = Listener([*options.prompt, *plain[0]])
-    tokens, _, answer, _ = run(options, tokenizer, can_fly=can_fly, sources=[listener])
+    tokens, _, answer, *_ = run(options, tokenizer, can_fly=can_fly, sources=[listener])
     assert tokens == plain[0]
     assert 0 < answer.speculation.n_taken < answer.speculation.n_sent
     assert listener.heard == [(place, float(place)) for place in range(29, 89)], "in order, none of what was void"
@@ -125,10 +149,10 @@ def test_who_drafts_hears_each_hidden_state_once_whatever_was_wrong(tokenizer: T
 
 def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> None:
     options = AnswerOptions((10,), 5, Sampling(temperature=0))
-    tokens, _, answer, _ = run(options, tokenizer)
+    tokens, _, answer, *_ = run(options, tokenizer)
     assert (len(tokens), answer.finish) == (5, "length")
     options = AnswerOptions((10,), 50, Sampling(temperature=0), eos=frozenset({14}))
-    tokens, _, answer, _ = run(options, tokenizer)
+    tokens, _, answer, *_ = run(options, tokenizer)
     assert tokens == [11, 12, 13], "the end token is none of the text's"
     assert answer.finish == "stop"
     assert answer.n_tokens == 4, "but it was generated"
@@ -138,7 +162,7 @@ def test_a_stop_string_ends_it(tokenizer: Tokenizer) -> None:
     full_text = tokenizer.decode([11, 12, 13, 14, 15])
     stop = tokenizer.decode([13])
     options = AnswerOptions((10,), 50, Sampling(temperature=0), stops=(stop,))
-    _, text, answer, _ = run(options, tokenizer)
+    _, text, answer, *_ = run(options, tokenizer)
     assert text == full_text[: full_text.index(stop)]
     assert answer.finish == "stop"
     assert answer.piece().stopped == stop
@@ -158,7 +182,7 @@ def test_whatever_the_model_says_it_fits_the_schema(tokenizer: Tokenizer, seed: 
     size = tokenizer.get_vocab_size()
     grammar = Grammar(Compiler(tokenizer, size, 0).compile(json.dumps(SCHEMA)), size)
     options = AnswerOptions((10,), 200, Sampling(temperature=1, seed=seed), grammar=grammar)
-    _, text, answer, n_passes = run(options, tokenizer, lambda tokens: torch.randn(size))
+    _, text, answer, n_passes, _ = run(options, tokenizer, lambda tokens: torch.randn(size))
     reply = json.loads(text)
     assert reply["answer"] in ("yes", "no")
     assert reply["sure"] in (True, False)
