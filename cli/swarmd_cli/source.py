@@ -75,8 +75,15 @@ def _download(source: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
+    from swarmd.compute.model.plain_config import read_config
+
     folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]))
-    names = [WEIGHTS_FILE] if is_adapter(folder) else shard_names(folder)
+    if is_adapter(folder):
+        names = [WEIGHTS_FILE]
+    else:
+        if (folder / "config.json").is_file():
+            read_config(folder)  # what is refused by its settings costs no download
+        names = shard_names(folder)
     return Path(snapshot_download(source, revision=folder.name, allow_patterns=[escape(name) for name in names]))
 
 

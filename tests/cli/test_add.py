@@ -65,12 +65,33 @@ def test_a_repository_of_the_hub_with_other_formats_is_called_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = files(tmp_path / "snapshot", "config.json")
+    (empty / "config.json").write_text(LLAMA)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **command: str(empty))
     monkeypatch.setattr(source, "_files_on_hub", lambda name: ["README.md", "tiny.gguf"])
     with pytest.raises(ConfigError, match=r"org/tiny on the hub holds GGUF files .*swarmd models add org/tiny:Q4_K_M"):
         source.find_folder("org/tiny", "auto")
 
 
+def test_of_a_repository_that_is_refused_by_its_settings_no_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def download(name: str, **patterns: list[str]) -> str:
+        found = list(filter_repo_objects(["config.json", "model.safetensors"], **patterns))
+        fetched.extend(found)
+        folder = files(tmp_path / "snapshot", *found)
+        config = {**json.loads(LLAMA), "quantization_config": {"quant_method": "torchao"}}
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ConfigError, match="quantization_config: torchao"):
+        source.find_folder("org/tiny", "auto")
+    assert fetched == ["config.json"]
+
+
+LLAMA = json.dumps({"model_type": "llama", "num_hidden_layers": 1})
 TWICE = (
     *("config.json", "tokenizer.json", "original/params.json", "original/consolidated.00.safetensors"),
     *("consolidated.safetensors", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
@@ -98,6 +119,7 @@ def test_of_a_repository_with_its_weights_twice_only_those_that_it_names_are_fet
         assert revision in (None, "c0ffee"), "the same commit"
         for path in filter_repo_objects([*TWICE, *more], **patterns):
             files(snapshot, path)
+        (snapshot / "config.json").write_text(LLAMA)
         index = {f"t{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
         if (snapshot / "model.safetensors.index.json").is_file():
             (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

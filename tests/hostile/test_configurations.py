@@ -86,6 +86,9 @@ def everything(folder: Path) -> torch.Tensor:
 
 
 CODE_AND_PLACES: list[dict[str, Any]] = [
+    {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": f"{ELSEWHERE}--evil.Model"}},
+    {"custom_pipelines": {"text-generation": {"impl": "evil.Pipeline"}}},
+    {"quantization_config": {"quant_method": "gptq", "bits": 4, "dataset": ELSEWHERE, "auto_map": ELSEWHERE}},
     {"attn_implementation": ELSEWHERE},
     {"_attn_implementation": ELSEWHERE},
     {"_attn_implementation_internal": ELSEWHERE},
@@ -116,11 +119,10 @@ def test_names_of_code_and_places_are_not_there(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "code of its own"),
-        ({"text_config": {"auto_map": {"AutoConfig": f"{ELSEWHERE}--evil.Config"}}}, "code of its own"),
-        ({"custom_pipelines": {"text-generation": {"impl": "evil.Pipeline"}}}, "code of its own"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised already"),
-        ({"rope_scaling": {"quantization_config": {"quant_method": "awq"}}}, "quantised already"),
+        ({"quantization_config": {"quant_method": ELSEWHERE}}, "quantised already (quantization_config: evil/kernel)"),
+        ({"quantization_config": ELSEWHERE}, "quantization_config is no JSON object"),
+        ({"rope_scaling": {"quantization_config": {"quant_method": "awq"}}}, "quantization_config inside another"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "without their zeros (sparsity_config)"),
         ({"model_type": ELSEWHERE}, "transformers knows no 'evil/kernel'"),
         ({"hidden_size": "128"}, "hidden_size is 128, expected a whole number"),
         ({"hidden_size": 1e300}, "hidden_size is 1e+300, expected a whole number"),

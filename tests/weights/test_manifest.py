@@ -41,7 +41,7 @@ CHUNK = bytes(32)
         ({"config": "{}"}, "model_type"),
         ({"config": "[" * 100_000}, "not JSON"),
         ({"config": config(num_layers=10**12)}, "num_layers is"),
-        ({"config": config(auto_map={"AutoModel": "x.py"})}, "code of its own"),
+        ({"config": config(quantization_config={"quant_method": "x.py"})}, "quantised already"),
         ({"tensors": (Entry("../secret", "F32", (1,), (CHUNK,)),)}, "no name of a tensor"),
         ({"tensors": (Entry("a" + ".b" * 30, "F32", (1,), (CHUNK,)),)}, "no name of a tensor"),
         ({"tensors": (Entry("__metadata__", "F32", (1,), (CHUNK,)),)}, "no name of a tensor"),

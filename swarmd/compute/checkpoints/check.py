@@ -20,13 +20,16 @@ from swarmd.compute.cache.adapters import SpanAdapters
 from swarmd.compute.checkpoints.rehearsal import rehearse
 from swarmd.compute.llama_cpp.packed import check_packed
 from swarmd.compute.model import skeleton
+from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
 from swarmd.compute.model.plain_config import building, read_config
+from swarmd.compute.model.unpacking import check_scales
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import shards
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, lora_of, name_of_module
 from swarmd.protocol.models.configuration import PACKED
-from swarmd.protocol.models.manifest import Entry, Manifest, entry_groups
+from swarmd.protocol.models.manifest import Manifest, entry_groups, plain_tensors
 from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout
+from swarmd.protocol.models.quantised import PlainTensor
 from swarmd.values import some_of
 
 LEFTOVERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$|^(model\.)?mtp\.")
@@ -57,15 +60,17 @@ def check_folder(folder: Path, manifest: Manifest) -> ModelLayout:
     layout = rehearse(folder, config)
     hollow = _build_without_numbers(folder, config)
     skeleton.decoder_layers(hollow)
-    targets = skeleton.target_names(hollow, [tensor.name for tensor in manifest.tensors])
+    plain = plain_tensors(manifest)
+    targets = skeleton.target_names(hollow, [tensor.name for tensor in plain])
     state = hollow.state_dict()
     settings = skeleton.text_config(config)
-    used_names = {tensor.name for tensor in manifest.tensors if targets[tensor.name] in state}
-    tensors = [tensor for tensor in manifest.tensors if tensor.name in used_names or not _is_leftover(tensor, settings)]
+    used_names = {tensor.name for tensor in plain if targets[tensor.name] in state}
+    tensors = [tensor for tensor in plain if tensor.name in used_names or not _is_leftover(tensor, settings)]
     _check_kinds(folder, tensors, targets, state)
     _check_experts(folder, tensors, targets)
     _check_fit(folder, config, type(hollow), tensors)
-    _check_groups(folder, config, manifest)
+    _check_groups(folder, config, manifest, tensors)
+    _check_scales(folder)
     return layout
 
 
@@ -97,7 +102,7 @@ def _build_without_numbers(folder: Path, config: PretrainedConfig) -> PreTrained
         return cls(config)
 
 
-def _is_leftover(tensor: Entry, settings: Any) -> bool:
+def _is_leftover(tensor: PlainTensor, settings: Any) -> bool:
     """May a tensor that no part of the model takes be left out?"""
     if LEFTOVERS.search(tensor.name):
         return True
@@ -113,7 +118,7 @@ def _is_leftover(tensor: Entry, settings: Any) -> bool:
 
 def _check_kinds(
     folder: Path,
-    tensors: list[Entry],
+    tensors: list[PlainTensor],
     targets: dict[str, str],
     state: dict[str, Any],
 ) -> None:
@@ -139,11 +144,11 @@ def _is_weight(target: torch.Tensor | None) -> bool:
 
 def _check_experts(
     folder: Path,
-    tensors: list[Entry],
+    tensors: list[PlainTensor],
     targets: dict[str, str],
 ) -> None:
     """Refuse a set of experts that is not whole: the library makes one tensor of all of a block. Raises ConfigError."""
-    sources: defaultdict[str, list[Entry]] = defaultdict(list)
+    sources: defaultdict[str, list[PlainTensor]] = defaultdict(list)
     for tensor in tensors:
         sources[targets[tensor.name]].append(tensor)
     for target, parts in sources.items():
@@ -168,12 +173,12 @@ def _without_number(name: str) -> str:
     return ".".join(parts)
 
 
-def _check_groups(folder: Path, config: PretrainedConfig, manifest: Manifest) -> None:
+def _check_groups(folder: Path, config: PretrainedConfig, manifest: Manifest, tensors: list[PlainTensor]) -> None:
     """Refuse a checkpoint of which a client would not get what it needs. Raises ConfigError."""
     groups = dict(zip((entry.name for entry in manifest.entries), entry_groups(manifest), strict=True))
-    names = [tensor.name for tensor in manifest.tensors]
-    needed = skeleton.needed_keys(skeleton.hollow_class(config, None), config, names)
-    if lacking := [name for name in needed if groups[name] != manifest.n_blocks]:
+    parts = {tensor.name: tensor.parts.values() or (tensor.name,) for tensor in tensors}
+    needed = skeleton.needed_keys(skeleton.hollow_class(config, None), config, list(parts))
+    if lacking := [name for key in needed for name in parts[key] if groups[name] != manifest.n_blocks]:
         raise ConfigError(f"{folder}: a client needs {some_of(lacking)}, whose names are those of another part")
 
 
@@ -181,7 +186,7 @@ def _check_fit(
     folder: Path,
     config: PretrainedConfig,
     cls: type[PreTrainedModel],
-    tensors: list[Entry],
+    tensors: list[PlainTensor],
 ) -> None:
     """Have the library load what is there, without numbers, and refuse what it passes over. Raises ConfigError."""
     state = {tensor.name: torch.empty(tensor.shape, device="meta") for tensor in tensors}
@@ -210,6 +215,17 @@ def _check_fit(
         )
     for name, shape, expected in sorted(info["mismatched_keys"]):
         raise ConfigError(f"{folder}: {name} is {tuple(shape)}, and by config.json it is {tuple(expected)}")
+
+
+def _check_scales(folder: Path) -> None:
+    """Refuse scales of quantised weights that are no numbers: what they scale is lost. Raises ConfigError."""
+    tensors = CheckpointTensors(folder)
+    for tensor in tensors.plain.values():
+        if tensor.rule:
+            try:
+                check_scales(tensor, {role: tensors.read(name) for role, name in tensor.parts.items()})
+            except ConfigError as error:
+                raise ConfigError(f"{folder}: {error}") from None
 
 
 def _compare_names(cls: type[PreTrainedModel], config: PretrainedConfig, names: list[str]) -> dict[str, Any]:

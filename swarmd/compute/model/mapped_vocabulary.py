@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from swarmd.compute.model import skeleton
+from swarmd.compute.model.checkpoint_tensors import weight_map
 from swarmd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _find_stored(
     folder: Path,
 ) -> torch.Tensor | None:
     """Return the matrix of a module as its file holds it, mapped; None where the file has no such thing."""
-    files = skeleton.weight_map(folder)
+    files = weight_map(folder)
     names = [f"{name}.weight" for name, candidate in model.named_modules() if candidate is module]
     name = names[0] if names else ""
     if name not in files:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -33,6 +31,7 @@ from swarmd.compute.cuda.availability import trouble
 from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
 from swarmd.compute.linear.layers import is_torchs_linear, quantise_layer, replace_layers
 from swarmd.compute.linear.quantize import library_config
+from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
 from swarmd.compute.model.plain_config import building, read_config
 from swarmd.compute.model.rows import RowFormat, argument_of
 from swarmd.errors import ConfigError
@@ -355,15 +354,11 @@ def _load_model(
     quantize: str = "none",
     device: str = "cpu",
 ) -> PreTrainedModel:
-    files = weight_map(folder)
-    handles: dict[str, Any] = {}
+    tensors = CheckpointTensors(folder)
     state = {}
     with building(f"{folder}: {type(config).__name__} cannot be loaded"):
-        for key in needed_keys(cls, config, list(files)):
-            name = files[key]
-            if name not in handles:
-                handles[name] = safe_open(folder / name, "pt")
-            state[key] = handles[name].get_slice(key)
+        for key in needed_keys(cls, config, list(tensors.plain)):
+            state[key] = tensors.open(key)
             kind = state[key].get_dtype()
             if kind not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
                 raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
@@ -476,26 +471,6 @@ def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
         return str(rename_source_key(key, renames, converters, prefix, state)[0])
 
     return {key: target(key) for key in keys}
-
-
-def weight_map(folder: Path) -> dict[str, str]:
-    """Map tensor names to the files that hold them. Raises ConfigError where there are none."""
-    index = folder / manifest.INDEX_FILE
-    if index.is_file():
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    names = [manifest.SINGLE_FILE]
-    if not (folder / manifest.SINGLE_FILE).is_file():  # a folder that swarmd fills
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    files: dict[str, str] = {}
-    for name in names:
-        try:
-            with safe_open(folder / name, "pt") as file:
-                files |= dict.fromkeys(file.keys(), name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{folder / name}: {error}") from None
-    if not files:
-        raise ConfigError(f"{folder} holds no safetensors")
-    return files
 
 
 def _keep_all_tokens(decoder: Any) -> None:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 
 from swarmd.protocol.models.configuration import PACKED
-from swarmd.protocol.models.manifest import Manifest, entry_groups
+from swarmd.protocol.models.manifest import Manifest, entry_groups, plain_tensors
 from swarmd.protocol.wire.tensors import ITEM_BYTES
 
 WORKSPACE_BYTES = 256 * 2**20  # what torch takes for a pass beside weights and caches
@@ -50,16 +50,24 @@ def group_bytes(
     dtype: str,
     quantize: str = "none",
 ) -> tuple[list[int], int]:
-    """Bytes of each block once loaded, and of what is around them, which is never quantised. GGUF keeps its bits."""
+    """Bytes of each block once loaded, and of what is around them, which is never quantised. GGUF keeps its bits.
+
+    What is quantised in its files is counted as it is loaded: plain, or in the bits asked for.
+    """
     family = str(json.loads(manifest.config).get("model_type"))
     n_bytes: Counter[int | None] = Counter()
-    for entry, group in zip(manifest.entries, entry_groups(manifest), strict=True):
-        if family == PACKED:
-            n_bytes[group] += entry.n_bytes
-            continue
-        is_block = group != manifest.n_blocks
-        bits = loaded_bits(entry.name, entry.shape, quantize, family) if is_block else "none"
-        n_bytes[group] += tensor_bytes(entry.shape, dtype, bits)
+    groups = dict(zip((entry.name for entry in manifest.entries), entry_groups(manifest), strict=True))
+    if family == PACKED:
+        for entry in manifest.entries:
+            n_bytes[groups[entry.name]] += entry.n_bytes
+    else:
+        for file in manifest.files:
+            n_bytes[groups[file.name]] += file.n_bytes
+        for tensor in plain_tensors(manifest):
+            group = groups[tensor.parts.get("weight", tensor.name)]
+            is_block = group != manifest.n_blocks
+            bits = loaded_bits(tensor.name, tensor.shape, quantize, family) if is_block else "none"
+            n_bytes[group] += tensor_bytes(tensor.shape, dtype, bits)
     return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swarmd.errors import IntegrityError
+from swarmd.protocol.models import quantised
 from swarmd.protocol.models.model_layout import ModelLayout, read_layout
 
 ADAPTER = "swarmd-adapter"
@@ -45,7 +46,8 @@ MAX_WORD = 1_024  # letters; the longest is a pattern with one for each block
 KINDS_OF_BLOCKS = ("layers_block_type", "layer_types")
 """Lists with a kind for each block, by which some families say how many there are."""
 CODE = ("auto_map", "custom_pipelines")
-PACKAGES = ("quantization_config", "compression_config", "sparsity_config")
+"""Of the author's own, beside the weights: never looked at. Families that transformers knows need none."""
+PACKAGES = (*quantised.FIELDS, "sparsity_config")
 PLACES = ("tokenizer_class", "processor_class", "name_or_path", "kernel_config", "use_kernels", "id2label", "label2id")
 FLOATS = {f'{{"__float__": "{name}"}}': float(name) for name in ("Infinity", "-Infinity", "NaN")}
 """transformers' own way to write what JSON has no number for."""
@@ -70,6 +72,7 @@ def check(config: Any) -> dict[str, Any]:
             raise IntegrityError("the state of a run has no blocks")
         return config
     _check_value(config, depth=0, room=[MAX_VALUES])
+    quantised.read_scheme(config)
     count_blocks(config)
     return config
 
@@ -117,17 +120,14 @@ def rebuild_plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_value(value: Any, depth: int, room: list[int]) -> None:
-    """Refuse what brings code, needs a package, is too large, too deep or too much, at whatever depth."""
+    """Refuse what is too large, too deep or too much, at whatever depth."""
     room[0] -= 1
     if depth > MAX_DEPTH or room[0] < 0:
         raise IntegrityError(f"a configuration of more than {MAX_DEPTH} levels or {MAX_VALUES} values")
     if isinstance(value, dict):
-        code = next((key for key in CODE if value.get(key)), None)
-        if code:
-            raise IntegrityError(f"the model brings code of its own ({code}), which swarmd never runs")
-        package = next((key for key in PACKAGES if value.get(key)), None)
+        package = next((key for key in PACKAGES if depth and value.get(key)), None)
         if package:
-            raise IntegrityError(f"the weights are quantised already ({package}): swarmd takes plain ones")
+            raise IntegrityError(f"a part of the model is quantised ({package} inside another section): not read")
         for key, limit in LIMITS.items():
             number = value.get(key)
             numbers = number if isinstance(number, list) else [number]

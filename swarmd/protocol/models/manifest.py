@@ -19,8 +19,9 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol.models import configuration, shards
+from swarmd.protocol.models import configuration, quantised, shards
 from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout, write_layout
+from swarmd.protocol.models.quantised import PlainTensor, Stored
 from swarmd.protocol.untrusted import decode
 from swarmd.text_files import decode_text
 from swarmd.values import ModelId
@@ -102,6 +103,12 @@ def layout_of(manifest: Manifest) -> ModelLayout:
     return configuration.layout_of(json.loads(manifest.config)) if manifest.n_blocks else EACH_LAYER
 
 
+def plain_tensors(manifest: Manifest) -> list[PlainTensor]:
+    """The tensors as the model takes them, where they are quantised in the files, too. Raises IntegrityError."""
+    stored = (Stored(tensor.name, tensor.dtype, tensor.shape) for tensor in manifest.tensors)
+    return quantised.plain_tensors(quantised.read_scheme(json.loads(manifest.config)), stored)
+
+
 def encode(manifest: Manifest) -> bytes:
     """The canonical encoding, whose hash is the model's identity."""
     return msgspec.msgpack.Encoder(order="deterministic").encode(manifest)
@@ -150,7 +157,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _hint_of_kinds(folder: Path, error: str) -> str:
     """What to add to a refusal of quantised weights where no weight is: it was unpacked, and says otherwise still."""
-    package = next((name for name in configuration.PACKAGES if f"({name})" in error), "")
+    package = next((name for name in configuration.PACKAGES if f"({name}" in error), "")
     if not package:
         return ""
     try:
@@ -270,6 +277,7 @@ def check(manifest: Manifest) -> None:
         raise IntegrityError("the manifest's tensors are not in order")
     for entry in manifest.entries:
         _check_entry(entry)
+    plain_tensors(manifest)
     total = sum(entry.n_bytes for entry in manifest.entries)
     are_files_small = all(file.dtype == "U8" and file.n_bytes <= MAX_FILE_BYTES for file in manifest.files)
     if total > MAX_MODEL_BYTES or not are_files_small:

@@ -89,7 +89,7 @@ def test_a_spoiled_folder_is_refused(folder: Path, how: str, reason: str) -> Non
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected a whole number up to 1024"),
         ({"hidden_size": -1}, "hidden_size is -1"),
-        ({"auto_map": {"AutoModel": "evil.py"}}, "code of its own"),
+        ({"quantization_config": {"quant_method": "evil"}}, "quantised already .quantization_config: evil."),
         ({"model_type": 7}, "model_type"),
     ],
 )

@@ -1,0 +1,183 @@
+"""Weights that are quantised as they are published: added as they are, and read as the plain ones that they mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from swarmd.compute.checkpoints.check import check_folder
+from swarmd.compute.model import skeleton
+from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
+from swarmd.compute.model.unpacking import unpack
+from swarmd.errors import ConfigError
+from swarmd.plan.chains.memory import group_bytes
+from swarmd.protocol.models import manifest
+from swarmd.values import Span
+from tests import checkpoints, families
+from tests.quantised_files import FORMATS, write_experts, write_quantised
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("llama", tmp_path_factory.mktemp("plain") / "llama", n_layers=2)
+
+
+def assert_it_is_read(folder: Path, expected: Path) -> None:
+    """It may be added, and each of its tensors, and what the model says, is that of the plain ones."""
+    made = manifest.read_folder(folder)
+    check_folder(folder, made)
+    tensors = CheckpointTensors(folder)
+    plain = load_file(expected / FILE)
+    assert set(tensors.plain) == set(plain)
+    for name, tensor in tensors.plain.items():
+        read = unpack(tensor, tensors.read) if tensor.rule else tensors.read(name)
+        assert torch.allclose(read.float(), plain[name].float(), rtol=1e-6, atol=1e-9), name
+    ids = torch.randint(3, 150, (1, 9), generator=torch.Generator().manual_seed(2))
+    ours, theirs = (skeleton.load_whole(each, torch.float32) for each in (folder, expected))
+    with torch.no_grad():
+        assert torch.allclose(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
+    sizes = group_bytes(made, "bfloat16"), group_bytes(manifest.read_folder(expected), "bfloat16")
+    assert sizes[0] == sizes[1], "memory is planned for what is loaded"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_each_form_is_read_as_what_it_means(llama: Path, form: str, tmp_path: Path) -> None:
+    expected = write_quantised(llama, tmp_path / "quantised", form)
+    assert_it_is_read(tmp_path / "quantised", expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen3_moe", "fp8"),
+        ("deepseek_v3", "fp8"),
+        ("minimax_m2", "fp8"),
+        ("qwen3_moe", "packed"),
+        ("qwen3_moe", "gptq"),
+    ],
+)
+def test_experts_one_by_one_become_those_of_a_block(family: str, form: str, tmp_path: Path) -> None:
+    plain = families.make_named(family, tmp_path / "plain")
+    expected = write_quantised(plain, tmp_path / "quantised", form)
+    assert_it_is_read(tmp_path / "quantised", expected)
+
+
+def test_sets_of_experts_of_gpt_oss(tmp_path: Path) -> None:
+    plain = families.make_named("gpt_oss", tmp_path / "plain")
+    expected = write_experts(plain, tmp_path / "quantised")
+    assert_it_is_read(tmp_path / "quantised", expected)
+
+
+def test_a_part_of_the_model_reads_no_more_than_it_needs(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "quantised"
+    expected = write_quantised(llama, folder, "gptq")
+    hidden = torch.randn(1, 3, 64)
+    ours, theirs = (skeleton.load(each, Span(1, 2), torch.float32) for each in (folder, expected))
+    position = {"position_ids": torch.arange(3)[None]}
+    with torch.no_grad():
+        first, second = (model(inputs_embeds=hidden, **position, use_cache=False)[0] for model in (ours, theirs))
+    assert torch.equal(first, second)
+    for kind in ("int8", "int4"):
+        rounded = skeleton.load(folder, Span(0, 2), torch.bfloat16, kind)
+        assert any(type(module).__name__ == "QuantisedLinear" for module in rounded.modules()), kind
+    client = skeleton.load(folder, None, torch.float32)
+    assert torch.equal(client.get_input_embeddings().weight, load_file(expected / FILE)["model.embed_tokens.weight"])
+
+
+def change(folder: Path, changes: dict[str, Any]) -> None:
+    """Replace tensors; one that is None is left out."""
+    tensors = {**load_file(folder / FILE), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / FILE, {"format": "pt"})
+
+
+Q = "model.layers.0.self_attn.q_proj."
+BROKEN = {
+    "a scale of zero": ("fp8", {f"{Q}weight_scale_inv": torch.zeros(3, 2)}, "zero or no number"),
+    "a scale that is no number": ("awq", {f"{Q}scales": torch.full((4, 64), torch.nan).half()}, "zero or no number"),
+    "an infinite scale": ("nvfp4", {f"{Q}weight_global_scale": torch.tensor([torch.inf])}, "zero or no number"),
+    "no scale": ("gptq", {f"{Q}scales": None}, "lacks .*q_proj.scales"),
+    "no zero points": ("gptq", {f"{Q}qzeros": None}, "lacks .*q_proj.qzeros"),
+    "scales of another shape": ("fp8", {f"{Q}weight_scale_inv": torch.ones(2, 2)}, r"is F32 \[2, 2\]"),
+    "scales of another kind": ("mxfp4", {f"{Q}weight_scale": torch.ones(64, 2)}, r"is F32 \[64, 2\]"),
+    "groups that divide nothing": ("packed", {f"{Q}weight_scale": torch.ones(64, 3)}, "has 3 groups for 64 inputs"),
+    "a group that there is not": ("gptq", {f"{Q}g_idx": torch.full((64,), 4, dtype=torch.int32)}, "beyond the 4"),
+    "another shape than it says": ("packed", {f"{Q}weight_shape": torch.tensor([64, 60])}, r"says \[64, 60\]"),
+    "a matrix that is too narrow": (
+        "int8",
+        {f"{Q}weight": torch.ones(64, 32, dtype=torch.int8)},
+        r"is \(64, 32\), and by config.json it is \(64, 64\)",
+    ),
+    "8 bits without a scale": ("int8", {f"{Q}weight_scale": None}, "is of kind I8"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_is_broken_is_refused_before_it_is_published(llama: Path, fault: str, tmp_path: Path) -> None:
+    form, changes, message = BROKEN[fault]
+    folder = tmp_path / "quantised"
+    write_quantised(llama, folder, form)
+    change(folder, changes)
+    with pytest.raises(ConfigError, match=message):
+        check_folder(folder, manifest.read_folder(folder))
+
+
+def test_gpt_oss_with_groups_of_another_size_is_refused(tmp_path: Path) -> None:
+    plain = families.make_named("gpt_oss", tmp_path / "plain")
+    write_experts(plain, tmp_path / "quantised")
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    blocks = load_file(tmp_path / "quantised" / FILE)[name]
+    change(tmp_path / "quantised", {name: blocks.flatten(2).unflatten(2, (-1, 8)).contiguous()})
+    with pytest.raises(ConfigError, match="groups of 8 bytes"):
+        manifest.read_folder(tmp_path / "quantised")
+
+
+METHODS: dict[str, tuple[Any, str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes.*fp8, mxfp4, gptq, awq"),
+    "torchao": ({"quant_method": "torchao"}, "torchao"),
+    "none": ({"bits": 4}, "None"),
+    "no object": ("fp8", "no JSON object"),
+    "planar": ({"quant_method": "gptq", "bits": 5, "checkpoint_format": "gptq_p"}, "checkpoint_format 'gptq_p'"),
+    "gptq of 5 bits": ({"quant_method": "gptq", "bits": 5}, "bits '5'"),
+    "marlin": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+    "awq for vectors": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+    "blocks of nothing": ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "two whole numbers"),
+    "packed 3 bits": (
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 3}}}},
+        "num_bits '3'",
+    ),
+    "no groups": ({"quant_method": "compressed-tensors"}, "without config_groups"),
+    "an order of its own": (
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"actorder": "group"}}}},
+        "actorder",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_read_is_refused_by_its_name(llama: Path, method: str, tmp_path: Path) -> None:
+    settings, message = METHODS[method]
+    folder = tmp_path / "quantised"
+    write_quantised(llama, folder, "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with pytest.raises(ConfigError, match=message):
+        manifest.read_folder(folder)
+
+
+def test_code_beside_a_family_that_is_known_is_not_looked_at(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
+    try:
+        check_folder(llama, manifest.read_folder(llama))
+        model = skeleton.load_whole(llama, torch.float32)
+    finally:
+        (llama / "config.json").write_text(json.dumps(config))
+    assert type(model) is type(AutoModelForCausalLM.from_pretrained(llama))

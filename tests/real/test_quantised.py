@@ -1,0 +1,43 @@
+"""Models that are quantised as they are published, on two real servers: the tokens are those of the plain weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import swarmd
+from swarmd.compute.model import skeleton
+from tests import families
+from tests.quantised_files import write_experts, write_quantised
+from tests.real.harness import local_swarm
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what a family warns of is its own affair
+N_TOKENS = 24
+CASES: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
+    "FP8, experts": ("deepseek_v3", partial(write_quantised, form="fp8")),
+    "MXFP4": ("gpt_oss", write_experts),
+    "AWQ": ("llama", partial(write_quantised, form="awq")),
+    "GPTQ": ("qwen3_moe", partial(write_quantised, form="gptq")),
+    "compressed-tensors": ("minimax_m2", partial(write_quantised, form="packed with zero points")),
+}
+IN_CI = ("FP8, experts", "MXFP4")
+
+
+@pytest.mark.parametrize("case", [c if c in IN_CI else pytest.param(c, marks=pytest.mark.prove) for c in CASES])
+def test_the_tokens_are_those_of_the_plain_weights(case: str, tmp_path: Path) -> None:
+    family, write = CASES[case]
+    plain = families.make_named(family, tmp_path / "plain")
+    folder = tmp_path / "quantised"
+    local = skeleton.load_whole(write(plain, folder), torch.float32)
+    n = skeleton.count_layers(local.config)
+    ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(3))
+    options = {"do_sample": False, "max_new_tokens": N_TOKENS, "pad_token_id": 0}
+    expected = local.generate(ids, **options)  # type: ignore[operator]
+    with local_swarm(tmp_path / "swarm") as swarm:
+        volunteers = swarm.serving((0, n // 2), (n // 2, n), model="model", models={"model": folder})
+        with swarmd.connect(home=volunteers[0].home.folder) as client:
+            assert torch.equal(client.model("model").generate(ids, **options), expected)
