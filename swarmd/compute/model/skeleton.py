@@ -29,6 +29,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from swarmd.compute.cuda.availability import trouble
 from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
+from swarmd.compute.linear.experts import QuantisedExperts, is_set_of_experts
 from swarmd.compute.linear.layers import is_torchs_linear, quantise_layer, replace_layers
 from swarmd.compute.linear.quantize import library_config
 from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
@@ -408,6 +409,8 @@ def _load_quantised(
             device=device,
         )
         replace_layers(part, partial(quantise_layer, kind=kind), _can_quantise)
+        if target.type == "cpu":  # where which experts are chosen need not be known before a pass begins
+            replace_layers(part, partial(QuantisedExperts, kind=kind), is_set_of_experts)
         if model is None:
             model = part
             continue

@@ -20,7 +20,10 @@ INT4_GROUP = 32  # weights of a row; a matrix whose width is no multiple of it g
 INT8_GROUP = 16  # numbers of a row that torch's kernel of 8 bits reads together: others are not for it
 INT4_ROWS = 16  # that torch's kernel takes together; the same of a matrix's height
 EXPERT = re.compile(r"\.experts\.\d+\.")
-"""In the name of a single expert's weight: transformers makes one tensor of all of a block, and that stays as it is."""
+"""In the name of a single expert's weight: transformers makes one tensor of all of a block."""
+EXPERTS_OF_THEIR_OWN = ("jetmoe", "llama4", "llama4_text", "longcat_flash", "step3p7", "step3p7_text")
+"""Families whose experts transformers computes in no common way: they stay as they are."""
+OF_EXPERTS = ("int8", "int4")  # which shrink them: on a CPU only, bitsandbytes' nf4 passes them over
 LAYERS_OF_THEIR_OWN = {"falcon": ("int8", "int4", "nf4"), "gpt2": ("int8", "int4")}
 """Families whose matrices lie in other layers than torch's linear ones, and what does not shrink these."""
 
@@ -33,13 +36,15 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str, quantize: str = "none") -> 
     return n_items * ITEM_BYTES[dtype]
 
 
-def loaded_bits(name: str, shape: tuple[int, ...], quantize: str, family: str) -> str:
+def loaded_bits(name: str, shape: tuple[int, ...], quantize: str, family: str, shrinks_experts: bool = True) -> str:
     """Say in which bits a tensor of a block is kept, if the block is quantised: its matrices shrink, nothing else."""
-    is_matrix = len(shape) == 2 and name.endswith(".weight")
-    is_linear = not EXPERT.search(name) and quantize not in LAYERS_OF_THEIR_OWN.get(family, ())
-    if not is_matrix or not is_linear:
+    is_set = len(shape) == 3  # of experts
+    is_matrix = is_set or (len(shape) == 2 and name.endswith(".weight"))
+    can_shrink = shrinks_experts and quantize in OF_EXPERTS and family not in EXPERTS_OF_THEIR_OWN
+    stays = (is_set or EXPERT.search(name)) and not can_shrink
+    if not is_matrix or stays or quantize in LAYERS_OF_THEIR_OWN.get(family, ()):
         return "none"
-    n_out, n_in = shape
+    n_out, n_in = shape[-2:]
     if n_in % INT8_GROUP:
         return "none"
     return "int8" if quantize == "int4" and (n_in % INT4_GROUP or n_out % INT4_ROWS) else quantize
@@ -49,10 +54,12 @@ def group_bytes(
     manifest: Manifest,
     dtype: str,
     quantize: str = "none",
+    shrinks_experts: bool = True,
 ) -> tuple[list[int], int]:
     """Bytes of each block once loaded, and of what is around them, which is never quantised. GGUF keeps its bits.
 
-    What is quantised in its files is counted as it is loaded: plain, or in the bits asked for.
+    What is quantised in its files is counted as it is loaded: plain, or in the bits asked for; experts in few bits are
+    for CPUs (``shrinks_experts``).
     """
     family = str(json.loads(manifest.config).get("model_type"))
     n_bytes: Counter[int | None] = Counter()
@@ -66,7 +73,9 @@ def group_bytes(
         for tensor in plain_tensors(manifest):
             group = groups[tensor.parts.get("weight", tensor.name)]
             is_block = group != manifest.n_blocks
-            bits = loaded_bits(tensor.name, tensor.shape, quantize, family) if is_block else "none"
+            bits = "none"
+            if is_block:
+                bits = loaded_bits(tensor.name, tensor.shape, quantize, family, shrinks_experts)
             n_bytes[group] += tensor_bytes(tensor.shape, dtype, bits)
     return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]
 
