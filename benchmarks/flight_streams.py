@@ -49,6 +49,7 @@ class KnownTexts:
 
     def __init__(self, texts: dict[Prompt, list[int]], chance: float, seed: int) -> None:
         self.each_s = DRAFT_S
+        self.takes_time = True
         self._texts = texts
         self._chance = chance
         self._seed = seed

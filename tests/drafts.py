@@ -14,11 +14,11 @@ from swarmd.protocol.models.draft import DraftFile, DraftSettings
 SETTINGS = DraftSettings(hidden=8, embedding=8, width=64, inner=64, vocabulary=4, acceptance=(0.5,), second=0.25)
 
 
-def make_draft(folder: Path, base: str, **others: torch.Tensor) -> Path:
+def make_draft(folder: Path, base: str, settings: DraftSettings = SETTINGS, **others: torch.Tensor) -> Path:
     """Write one for a model, with ``others`` in place of its own tensors or beside them."""
-    folder.mkdir(exist_ok=True)
-    shapes = draft.tensor_shapes(SETTINGS)
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = draft.tensor_shapes(settings)
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file({**tensors, "tokens": torch.arange(4, dtype=torch.int32), **others}, folder / draft.WEIGHTS_FILE)
-    (folder / draft.CONFIG_FILE).write_bytes(msgspec.json.encode(DraftFile(base, SETTINGS)))
+    (folder / draft.CONFIG_FILE).write_bytes(msgspec.json.encode(DraftFile(base, settings)))
     return folder

@@ -25,6 +25,7 @@ class ScriptedSource:
         sleep: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.each_s = each_s
+        self.takes_time = each_s > 0
         self._sleep = sleep
         self._has_seconds = second_chance > 0
         rng = random.Random(seed)

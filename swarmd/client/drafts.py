@@ -30,10 +30,14 @@ MOST_FETCHED_BYTES = 256 * 2**20  # of a draft that nobody asked for: what is la
 
 @dataclass(frozen=True, slots=True)
 class FoundDraft:
-    """A draft on this disk: the file of a block with its ``settings``, or the folder of a whole model."""
+    """A draft on this disk: the file of a block with its ``settings``, or the folder of a whole model.
+
+    ``written_at`` tells a file from the one that it replaces.
+    """
 
     path: Path
     settings: DraftSettings | None = None
+    written_at: int = 0  # ns
 
 
 async def find_draft(swarm: AsyncSwarm, name: str, base: ModelId) -> FoundDraft | None:
@@ -42,16 +46,30 @@ async def find_draft(swarm: AsyncSwarm, name: str, base: ModelId) -> FoundDraft 
         return await _fetch(swarm, _require_draft(swarm, name, base), base)
     own = swarm.drafts_folder / base
     if drafts.is_draft(own):
-        return FoundDraft(own / drafts.WEIGHTS_FILE, drafts.read_file(own).draft)
+        return _find_own(own, base)
     for listed_name, (hash_, for_model) in sorted(swarm.view().catalog.drafts.items()):
         if for_model == base:
             manifest = await swarm.supply.manifest(ModelId(hash_))
             n_bytes = sum(entry.n_bytes for entry in manifest.entries)
-            is_here = ModelId(hash_) in swarm.supply.library.folders
-            if is_here or n_bytes <= MOST_FETCHED_BYTES:
+            held = swarm.supply.library.folders.get(ModelId(hash_))
+            if n_bytes <= MOST_FETCHED_BYTES or (held is not None and held.is_whole):
                 return await _fetch(swarm, ModelId(hash_), base)
-            logger.info("the draft %s has %d B, which are fetched once it is named", listed_name, n_bytes)
+            logger.info("the draft %s has %d B: it is fetched once it is named (--draft)", listed_name, n_bytes)
     return None
+
+
+def _find_own(folder: Path, base: ModelId) -> FoundDraft | None:
+    """The draft that learned here, once it was judged. Raises ConfigError."""
+    file = drafts.read_file(folder)
+    if file.base != base:
+        raise ConfigError(f"the draft in {folder} learned from {file.base[:12]}, not from {base[:12]}: move it away")
+    path = folder / drafts.WEIGHTS_FILE
+    if not file.draft.acceptance:  # it learns still, or was interrupted
+        return None
+    try:
+        return FoundDraft(path, file.draft, path.stat().st_mtime_ns)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: swarmd draft train makes it anew") from None
 
 
 def _require_draft(swarm: AsyncSwarm, name: str, base: ModelId) -> ModelId:
@@ -81,12 +99,12 @@ def load_draft(
     ``dtype``.
     """
     settings = found.settings
+    n_tokens = embed.num_embeddings
+    assert isinstance(n_tokens, int)
     if settings is None:
         if load_tokenizer(found.path).get_vocab() != load_tokenizer(folder).get_vocab():
             raise ConfigError(f"{found.path} cannot be a draft: it was made with another tokenizer than the model")
-        return partial(Draft, DraftModel(found.path, dtype))
-    n_tokens = embed.num_embeddings
-    assert isinstance(n_tokens, int)
+        return partial(Draft, DraftModel(found.path, dtype, n_tokens))
     embedding = embed(torch.zeros(1, 1, dtype=torch.long)).shape[-1]
     if (settings.hidden, settings.embedding) != (hidden, embedding):
         raise ConfigError(

@@ -173,15 +173,19 @@ class ServedModels:
     async def _follow_draft(self, engine: GenerationEngine, folder: Path, dtype: torch.dtype) -> None:
         """Have an engine use the draft that there is for its model: it may be made or published at any time."""
         used: FoundDraft | None = None
+        said = ""
         while True:
             try:
                 found = await find_draft(self._swarm, AUTO, engine.model)
                 if found != used:
-                    used, engine.make_draft = found, None
+                    used, engine.make_draft = None, None
                     if found is not None:
                         ends = engine.ends
                         load = partial(load_draft, found, folder, ends.input_embeddings, ends.width, dtype)
                         engine.make_draft = await trio.to_thread.run_sync(load)
-            except SwarmError as error:
-                logger.warning("without a draft: %s", error)
+                    used = found
+            except Exception as error:  # noqa: BLE001 - a draft is done without, whatever is wrong with it
+                if (failure := f"{type(error).__name__}: {error}") != said:
+                    said = failure
+                    logger.warning("%s without a draft: %s", engine.model[:12], said)
             await trio.sleep(DRAFT_LOOK_INTERVAL_S)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trio
+from msgspec.structs import replace
 
 from swarmd.client.text import prompts, tokenizer_trial
 from swarmd.config import GatewayConfig
 from swarmd.errors import ConfigError, SwarmUnavailable
+from swarmd.gateway import models as served
 from swarmd.gateway.apis.refusals import ApiError
 from swarmd.gateway.generation.turns import Turns
 from swarmd.gateway.models import ServedModels
@@ -19,7 +23,9 @@ from swarmd.home.models import bundled_folder
 from swarmd.plan.chains.view import SwarmView
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.records import SpanRecord
+from swarmd.protocol.models.draft import WEIGHTS_FILE
 from swarmd.values import ModelId, PeerId
+from tests.drafts import SETTINGS, make_draft
 
 MODEL = ModelId("a" * 64)
 N_BLOCKS = 6
@@ -30,7 +36,8 @@ class OneModel:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.weights_folder = self.drafts_folder = folder
+        self.weights_folder = folder
+        self.drafts_folder = folder / "drafts"
 
     def view(self) -> SwarmView:
         times: dict[str, Any] = {"sequence": 1, "issued_at": 0, "expires_at": 60, "certificate": ()}
@@ -123,3 +130,41 @@ async def test_a_child_that_ended_and_is_late_again_is_said_to_be_late(monkeypat
         monkeypatch.setattr(prompts, "STARTED_WITHIN_S", 0.01)
         with pytest.raises(SwarmUnavailable, match=r"reading the tokenizer .* took more than 0\.01 s"):
             await made.text("Hi")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(20):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+async def test_a_draft_is_used_once_it_can_be_and_whatever_was_wrong_with_it_ends_no_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served, "DRAFT_LOOK_INTERVAL_S", 0.01)
+    swarm = OneModel(bundled_folder())
+    swarm.drafts_folder = tmp_path
+    right = replace(SETTINGS, hidden=128, embedding=128)
+
+    async with trio.open_nursery() as nursery:
+        models = ServedModels(swarm, Turns(1, 1, 1), nursery, GatewayConfig())  # type: ignore[arg-type]  # a swarm of its kind
+        engine = await models.load_engine("demo")
+        for settings, base, message in (
+            (replace(SETTINGS, hidden=8), MODEL, "takes in hidden states of 8 elements"),
+            (right, "b" * 64, "learned from bbbbbbbbbbbb"),
+        ):
+            make_draft(tmp_path / MODEL, base, settings)
+            await until(lambda message=message: message in caplog.text)
+            assert engine.make_draft is None
+        make_draft(tmp_path / MODEL, MODEL, replace(right, acceptance=()))
+        (tmp_path / MODEL / WEIGHTS_FILE).write_bytes(b"half of it")
+        caplog.clear()
+        make_draft(tmp_path / MODEL, MODEL, right)
+        await until(lambda: engine.make_draft is not None)
+        first = engine.make_draft
+        make_draft(tmp_path / MODEL, MODEL, right, tokens=torch.arange(4, 8, dtype=torch.int32))
+        await until(lambda: engine.make_draft not in (None, first))
+        (tmp_path / MODEL / WEIGHTS_FILE).write_bytes(b"half of it")
+        await until(lambda: "does not hold the tensors of this draft" in caplog.text)
+        assert engine.make_draft is None
+        nursery.cancel_scope.cancel()

@@ -216,9 +216,9 @@ def test_a_draft_with_another_tokenizer_is_refused(stage: tuple[LocalSwarm, list
 def test_drafts_that_cannot_work_are_refused(tmp_path: Path) -> None:
     windows = checkpoints.make("gemma3_text", tmp_path / "windows", n_layers=2)
     with pytest.raises(swarmd.ConfigError, match="the gemma3_text family cannot be a draft: its caches forget"):
-        DraftModel(windows, torch.float32)
+        DraftModel(windows, torch.float32, 320)
     short = checkpoints.make("gpt2", tmp_path / "short", n_layers=2, n_positions=64)
-    assert Draft(DraftModel(short, torch.float32)).propose(list(range(3, 65)), [], 4, 0.0) == []
+    assert Draft(DraftModel(short, torch.float32, 320)).propose(list(range(3, 65)), [], 4, 0.0) == []
 
 
 def test_a_draft_in_the_exact_grade_is_refused(stage: tuple[LocalSwarm, list[Volunteer]]) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 import trio
 from trio.testing import MockClock
 
+from swarmd.client.links.ops import StepInput
+from swarmd.client.sessions.session import MAX_WINDOWS
 from swarmd.net.sim import SimLink
 from swarmd.values import PeerId
 from tests.scripted_source import ScriptedSource
 from tests.sim.chain import N_HOPS, Generation, generation
-from tests.sim.flying import FlyingText, plain_text
+from tests.sim.flying import PROMPT, FlyingText, choose, embed, plain_text
 
 N_TOKENS = 40
 N_BLOCKS = 6
@@ -74,3 +77,24 @@ async def test_the_text_is_that_of_the_whole_model(virtual_time: MockClock, seed
         doubted = {doubt.hop[-8:] for doubt in run.session.statistics.doubts}
         blamed = {peer[-8:] for peer, _ in run.session.statistics.blamed}
         assert doubted | blamed <= ({victim[-8:]} if way != "nothing" else set()), "void work is nobody's fault"
+
+
+@pytest.mark.parametrize("way", ["crash", "silence", "worker dies", "worker stops"])
+async def test_who_sends_as_many_as_may_be_under_way_is_not_stuck_when_a_hop_is_lost(
+    virtual_time: MockClock, way: str
+) -> None:
+    """A gateway sends and receives in one task: what breaks is repaired while it waits for room, too."""
+    text = plain_text(MAX_WINDOWS + 4, N_BLOCKS)
+    n = len(PROMPT)
+    async with generation() as run:
+        session = run.session
+        await session.step(StepInput(embed(PROMPT), torch.arange(n, dtype=torch.int32)[None], want=1))
+        await strike_later(run, run.peers[1], way, 0.0)
+        with trio.fail_after(300):
+            for place in range(n, len(text)):
+                await session.send(StepInput(embed([text[place]]), torch.tensor([[place]], dtype=torch.int32), want=1))
+            for place in range(n + 1, len(text)):
+                answer = await session.receive()
+                assert answer is not None
+                assert choose(answer.answer.hidden[0, -1]) == text[place]
+        assert session.statistics.repairs

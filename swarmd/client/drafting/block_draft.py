@@ -67,6 +67,8 @@ class _Guess:
 class BlockDraft:
     """Proposes the likeliest tokens of a draft block, one after the other; for one text."""
 
+    takes_time = True
+
     def __init__(self, model: BlockModel) -> None:
         self._model = model
         heads = model.block.settings.width // HEAD_WIDTH
@@ -116,7 +118,10 @@ class BlockDraft:
             max_tokens = min(2, max_tokens)  # it measures what each takes
         self._make_room(len(text) + len(tried) + max_tokens)
         self._forget_wrong(text, tried)
+        started_at = time.perf_counter()
         self._settle(text)
+        if not self.each_s:
+            self._model.note(time.perf_counter() - started_at)
         n_known = len(text) + len(tried)
         for place in range(self._first + len(self._taken), n_known - 1):  # tried by others
             self._go_on(place, tried[place + 1 - len(text)])

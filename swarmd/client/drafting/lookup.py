@@ -16,6 +16,7 @@ class Lookup:
     """Proposes what followed the last tokens where they occurred before in the same text (prompt lookup)."""
 
     each_s = 0.0
+    takes_time = False
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}  # some tokens that follow each other, and where they last ended

@@ -16,6 +16,10 @@ class DraftSource(Protocol):
     def each_s(self) -> float:
         """Seconds that proposing a token usually takes."""
 
+    @property
+    def takes_time(self) -> bool:
+        """Is a token work? Else all that are wanted come at once."""
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Start to prepare for a text that begins so, while the first pass is computed elsewhere."""
 

@@ -7,11 +7,13 @@ decoding (Leviathan et al. 2023, section 2) without a second draw, so what is ch
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from swarmd.client.drafting.source import DraftSource
 from swarmd.plan.chains.flight import (
@@ -20,13 +22,19 @@ from swarmd.plan.chains.flight import (
     WINDOW_TOKENS,
     ChainCosts,
     Flight,
+    FlightPlan,
     TokenWindow,
     choose_plan,
     does_second_pay,
 )
+from swarmd.values import Decision
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 N_MEASURED = 9  # passes whose median counts: a repair takes as long as a hundred passes
 EACH_ASSUMED = 0.2  # of what a pass computes, for each token more, until that is measured: what four rows cost a CPU
@@ -163,12 +171,12 @@ class Speculation:
     def begin(self, prompt: Sequence[int]) -> None:
         """A text begins so."""
         for record in self._records:
-            record.source.begin(prompt)
+            record.guard(partial(record.source.begin, prompt))
 
     def end(self) -> None:
         """It has ended."""
         for record in self._records:
-            record.source.end()
+            record.guard(record.source.end, is_last=True)
 
     def start(self, flight: Flight, most_tokens: int, can_fly: bool, now: float, tries_seconds: bool = False) -> None:
         """Go on from a text, whose last token no window has sent; it will have ``most_tokens`` at most.
@@ -193,7 +201,7 @@ class Speculation:
     @property
     def takes_time(self) -> bool:
         """Does whoever is asked next take time for each token?"""
-        return self._record is not None and self._record.source.each_s > 0
+        return self._record is not None and self._record.source.takes_time
 
     @property
     def can_draft(self) -> bool:
@@ -214,10 +222,11 @@ class Speculation:
         assert record is not None
         flight = self._flight
         each_s = record.source.each_s
-        max_tokens = 1 if self.plan.flies and each_s else self._n_wanted
+        max_tokens = 1 if self.plan.flies and record.source.takes_time else self._n_wanted
         chain = self.costs.chain()
         cost_s = each_s + (chain.hop_s if self.plan.flies else chain.row_s)
-        proposed = record.source.propose(flight.text, flight.tried, max_tokens, cost_s / chain.trip_s)
+        ask = partial(record.source.propose, flight.text, flight.tried, max_tokens, cost_s / chain.trip_s)
+        proposed = record.guard(ask) or []
         n_tried = len(flight.tried)
         flight.tried += proposed
         for number in range(n_tried, len(flight.tried)):
@@ -230,6 +239,7 @@ class Speculation:
         if len(proposed) < max_tokens:
             if not flight.tried:
                 record.forget()
+                self._won_s -= 0.0 if self.plan.flies else each_s
             self._is_dry = not self._choose_plan(behind=record)
 
     def is_due(self, now: float) -> bool:
@@ -268,7 +278,7 @@ class Speculation:
     def hear(self, place: int, hidden: torch.Tensor) -> None:
         """Tell the sources what left the model's last block at a place, [d]."""
         for record in self._records:
-            record.source.hear(place, hidden)
+            record.guard(partial(record.source.hear, place, hidden))
 
     def take(self, token: int) -> None:
         """Add the next token of the text."""
@@ -292,6 +302,8 @@ class Speculation:
         self._is_dry = False
         if not self._flight.tried or not self.plan.flies:
             self._choose_plan()
+        elif self._record is not None:
+            self._look_deeper(self._record)
         return self._flight.take_void()
 
     def stop(self) -> int | None:
@@ -309,15 +321,10 @@ class Speculation:
         if behind is None or not self._flight.tried:
             self.plan = PLAIN
             self._record = None
-        chain = self.costs.chain()
         for record in self._records[first:]:
-            each_s = record.source.each_s
-            max_ahead = min(MOST_AHEAD, self._most_tokens - 1 - len(self._flight.text))
-            allowed = int(self._allowance_s() / max(1e-9, chain.row_s + each_s))
-            can_fly = self._can_fly and self._allowance_s() > each_s + chain.hop_s
-            if not can_fly:
-                max_ahead = min(max_ahead, allowed, WINDOW_TOKENS)
-            decision = choose_plan(record.chances, chain, each_s, max_ahead, can_fly)
+            if record.is_broken:
+                continue
+            decision = self._decide(record)
             self.reason = decision.reason if not self._flight.tried else self.reason
             if decision.action.n_ahead > len(self._flight.tried):
                 self.plan = decision.action
@@ -326,6 +333,24 @@ class Speculation:
                 return True
             record.forget()
         return False
+
+    def _decide(self, record: _SourceRecord) -> Decision[FlightPlan]:
+        """How far ahead a source is best asked now."""
+        chain = self.costs.chain()
+        each_s = record.source.each_s
+        max_ahead = min(MOST_AHEAD, self._most_tokens - 1 - len(self._flight.text))
+        allowed = int(self._allowance_s() / max(1e-9, chain.row_s + each_s))
+        can_fly = self._can_fly and self._allowance_s() > each_s + chain.hop_s
+        if not can_fly:
+            max_ahead = min(max_ahead, allowed, WINDOW_TOKENS)
+        return choose_plan(record.chances, chain, each_s, max_ahead, can_fly)
+
+    def _look_deeper(self, record: _SourceRecord) -> None:
+        """Try further ahead where a source turns out better than was known; what is tried already stays."""
+        decision = self._decide(record)
+        if decision.action.flies and decision.action.n_ahead > self.plan.n_ahead:
+            self.plan = decision.action
+            self.last_plan = decision.reason
 
     def _allowance_s(self) -> float:
         """What the next tries may cost: what others have won, and a little of the time of all passes."""
@@ -341,6 +366,18 @@ class _SourceRecord:
         self._n_tried = [0.0] * PLACES
         self._n_second_right = 0.0
         self._n_second = 0.0
+        self.is_broken = False
+
+    def guard(self, call: Callable[[], T], is_last: bool = False) -> T | None:
+        """Have the source do something; one that fails is asked for nothing any more but to end."""
+        if self.is_broken and not is_last:
+            return None
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the text does not need it
+            logger.warning("a draft fails, the text goes on without it: %s: %s", type(error).__name__, error)
+            self.is_broken = True
+            return None
 
     @property
     def chances(self) -> list[float]:

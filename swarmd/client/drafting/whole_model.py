@@ -26,15 +26,19 @@ CHUNK_TOKENS = 256  # of a prompt, between two looks whether it is still wanted
 
 
 class DraftModel:
-    """A whole model on this machine, for any number of texts at a time, and what a token of it takes."""
+    """A whole model on this machine, for any number of texts at a time, and what a token of it takes.
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    It proposes the first ``n_tokens`` of its vocabulary, which may have been filled up beyond those that there are.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, n_tokens: int) -> None:
         """Load it. Raises ConfigError, also for a family whose caches do not go back."""
         self.model = load_whole(folder, dtype)
         choose_kernel(self.model)
         if not all_look_back(text_config(self.model.config)):
             raise ConfigError(f"the {self.model.config.model_type} family cannot be a draft: its caches forget tokens")
         self.max_tokens = longest_context(self.model.config)
+        self._n_tokens = n_tokens
         self._durations_s: deque[float] = deque(maxlen=N_MEASURED)
 
     @property
@@ -47,7 +51,7 @@ class DraftModel:
         """Add tokens to a text; returns the likeliest one after them, how likely it is, and the second one."""
         started_at = time.perf_counter()
         out = self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1)
-        chances = out.logits[0, -1].float().softmax(-1)
+        chances = out.logits[0, -1, : self._n_tokens].float().softmax(-1)
         best = chances.topk(2)
         if len(tokens) <= 2:  # what was proposed last, or that and what was right instead
             self._durations_s.append(time.perf_counter() - started_at)
@@ -57,6 +61,8 @@ class DraftModel:
 
 class Draft:
     """Proposes a model's likeliest tokens, one after the other; for one text."""
+
+    takes_time = True
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model

@@ -121,6 +121,7 @@ class ChainSession:
         self._windows: deque[SentWindow] = deque()
         self._logits: ServedLogits | None = None
         self.hops_s: tuple[float, ...] = ()  # that the last step was computed at each hop, where hops tell
+        self._is_receiving = False
         self._is_step_open = False  # one is under way, or broke off: then nobody knows what its servers did
         self._is_closed = False
 
@@ -229,8 +230,7 @@ class ChainSession:
         Raises ConfigError for a session that is over.
         """
         await self._wait_until_whole()
-        while len(self._ops) >= MAX_WINDOWS and not self._is_closed:
-            await self.chain.changed.wait()
+        await self._wait_for_room()
         if not self._windows:
             self._wrong_chains.begin_step()
         self.chain.routes.has_void |= bool(self._windows)  # it may be, soon: see ``void_from``
@@ -239,6 +239,18 @@ class ChainSession:
         self._windows.append(SentWindow(sent.seq, n_before, trio.current_time(), is_alone=not self._ops))
         await self._sender.send_op(OpInFlight(sent, step.want, step.vocabulary))
         return sent.seq
+
+    async def _wait_for_room(self) -> None:
+        """Wait until few enough ops are under way for one more. Raises SwarmError, which ends the session."""
+        try:
+            while len(self._ops) >= MAX_WINDOWS and not self._is_closed:
+                if self._is_receiving:  # then that repairs what breaks
+                    await self.chain.changed.wait()
+                else:
+                    await self._wait_for_news()
+        except SwarmError:
+            self._is_step_open = True  # for ever
+            raise
 
     async def has_news(self, within_s: float) -> bool:
         """Has ``receive`` something to do within so many seconds: an answer to a window, or trouble?"""
@@ -250,6 +262,7 @@ class ChainSession:
 
     async def receive(self) -> WindowAnswer | None:
         """Wait for the next answer; None where no window is under way. Raises SwarmError, which ends the session."""
+        self._is_receiving = True
         try:
             while self._windows:
                 window = self._windows[0]
@@ -263,6 +276,8 @@ class ChainSession:
         except SwarmError:
             self._is_step_open = True  # for ever
             raise
+        finally:
+            self._is_receiving = False
         return None
 
     def void_from(self, seq: int) -> None:

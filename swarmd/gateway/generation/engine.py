@@ -195,8 +195,8 @@ class GenerationEngine:
     async def _write(self, row: GenerationRow, on_delta: OnDelta, report: RowReport, began_at: float) -> None:
         is_complete = False
         speculation = row.answer.speculation
-        speculation.begin(row.answer.options.prompt)
         try:
+            speculation.begin(row.answer.options.prompt)
             work = await self.head(row)
             while work.embedded is not None or row.is_waiting:
                 if work.embedded is not None:
@@ -289,9 +289,18 @@ class GenerationEngine:
         n_shared: int = 0,
     ) -> GenerationRow:
         vocabulary = self.ends.vocabulary if self.head.checks is not None else 0
-        sources = [Lookup()] if self.make_draft is None else [Lookup(), self.make_draft()]
-        answer = Answer(options, self.token_bytes, self._costs, sources)
+        answer = Answer(options, self.token_bytes, self._costs, self._make_sources())
         return GenerationRow(session, room, answer, tokens, n_shared, vocabulary)
+
+    def _make_sources(self) -> list[DraftSource]:
+        """Make what proposes tokens for one text."""
+        sources: list[DraftSource] = [Lookup()]
+        if self.make_draft is not None:
+            try:
+                sources.append(self.make_draft())
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, an answer does not need it
+                logger.warning("an answer goes on without its draft: %s: %s", type(error).__name__, error)
+        return sources
 
     def _options_for(self, max_tokens: int) -> SessionOptions:
         kind = self._swarm.quantize(self._options.model, self._options.n_blocks)

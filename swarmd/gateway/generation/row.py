@@ -91,6 +91,7 @@ class GenerationRow:
         self._void_from: int | None = None
         self._earlier_doubts: list[Doubt] = []  # of sessions that this answer outgrew
         self._earlier_logits = 0
+        self._earlier_void = 0
         self._note_before()
 
     def _note_before(self) -> None:
@@ -106,6 +107,7 @@ class GenerationRow:
         statistics = self.session.statistics
         self._earlier_doubts += statistics.doubts[self._n_doubts :]
         self._earlier_logits += statistics.n_logits - self._n_logits
+        self._earlier_void += statistics.n_void - self._n_void
         self.session = session
         self.max_tokens = max_tokens
         self._known = self.answer.tokens
@@ -149,7 +151,6 @@ class GenerationRow:
         if self._flight is None:
             assert logits is not None
             self.answer.begin(logits, self._hidden)
-            self._flies = self.session.can_fly
             number = self.session.chain.position.seq + 1 if self._flies else 0
             self._flight = self.answer.fly(self._cached, number, self.max_tokens, self._flies, now)
         elif logits is not None:
@@ -178,12 +179,14 @@ class GenerationRow:
     async def draft(self, drafting: trio.CapacityLimiter) -> None:
         """Have a source that takes time propose more, in a thread beside the head's."""
         if self.answer.speculation.can_draft:
-            await trio.to_thread.run_sync(self.answer.speculation.draft, limiter=drafting)
+            draft = self.answer.speculation.draft
+            await trio.to_thread.run_sync(draft, limiter=drafting, abandon_on_cancel=True)  # type: ignore[call-arg]
 
     async def send(self, ids: list[int], embedded: torch.Tensor) -> None:
         """Send tokens, [1, t, d]."""
         window = self._window
         if window is None:
+            self._flies = self.session.can_fly
             n_cropped, n_wanted = len(self._cached) - self._n_shared, 1
             self._cached[self._n_shared :] = ids
         else:
@@ -260,6 +263,6 @@ class GenerationRow:
         speculation = self.answer.speculation
         report.n_drafted = speculation.n_sent
         report.n_accepted = speculation.n_taken
-        report.n_void = self.session.statistics.n_void - self._n_void
+        report.n_void = self._earlier_void + self.session.statistics.n_void - self._n_void
         report.tried_because = speculation.last_plan or speculation.reason
         report.n_logits = self._earlier_logits + self.session.statistics.n_logits - self._n_logits

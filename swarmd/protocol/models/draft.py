@@ -76,8 +76,11 @@ def tensor_shapes(settings: DraftSettings) -> dict[str, tuple[int, ...]]:
 
 
 def is_draft(folder: Path) -> bool:
-    """Does a folder hold a draft as ``swarmd draft train`` writes it?"""
-    return (folder / CONFIG_FILE).is_file()
+    """Does a folder hold a draft as ``swarmd draft train`` writes it? Raises ConfigError where nobody may look."""
+    try:
+        return (folder / CONFIG_FILE).is_file()
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}") from None
 
 
 def read_file(folder: Path) -> DraftFile:

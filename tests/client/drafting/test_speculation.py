@@ -220,3 +220,14 @@ def test_second_choices_that_are_never_right_are_not_sent() -> None:
     without = ScriptedSource(text, 0.9, 0.01, 1)
     slower = plain.generate(10, Speculation(plain.costs, [without]), can_fly=True)
     assert chain.generate(10, speculation, can_fly=True) > 0.95 * slower
+
+
+def test_a_source_that_is_never_wrong_is_asked_further_ahead_than_one_that_errs() -> None:
+    """What is tried never ends there, so that the depth has to be looked at meanwhile."""
+    text = [random.Random(5).randrange(1, 10_000) for _ in range(400)]
+    gains = {}
+    for chance in (0.97, 1.0):
+        chain = TimedChain(text, 1.0, 0.01, n_hops=3, computing=0.05)
+        speculation = Speculation(chain.costs, [ScriptedSource(text, chance, 0.005, seed=2)])
+        gains[chance] = chain.generate(4, speculation, can_fly=True)
+    assert gains[1.0] > gains[0.97] > 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -58,6 +58,7 @@ def run(
         choices.extend(piece.choices)
         text += piece.text
 
+    answer.speculation.begin(options.prompt)
     answer.begin(torch.stack([model(list(options.prompt))]), hidden_of([len(options.prompt) - 1]))
     take_piece()
     flight = answer.fly(list(options.prompt), 7, 1_000, can_fly, 0.0)
@@ -83,6 +84,7 @@ def run(
         if answer.read(window, logits, hidden, now) is not None:
             windows.clear()
         take_piece()
+    speculation.end()
     return [choice.token for choice in choices], text, answer, n_passes, choices
 
 
@@ -145,6 +147,46 @@ def test_who_drafts_hears_each_hidden_state_once_whatever_was_wrong(tokenizer: T
     assert tokens == plain[0]
     assert 0 < answer.speculation.n_taken < answer.speculation.n_sent
     assert listener.heard == [(place, float(place)) for place in range(29, 89)], "in order, none of what was void"
+
+
+class Failing(ScriptedSource):
+    """Proposes rightly, and then fails at one thing."""
+
+    def __init__(self, text: list[int], at: str) -> None:
+        super().__init__(text, chance=0.9, each_s=0.001, seed=3)
+        self.n_failed = 0
+        self._at = at
+
+    def _fail(self, what: str) -> None:
+        if what == self._at:
+            self.n_failed += 1
+            raise RuntimeError("out of memory")
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._fail("begin")
+
+    def end(self) -> None:
+        self._fail("end")
+
+    def hear(self, place: int, hidden: torch.Tensor) -> None:
+        if place > 50:
+            self._fail("hear")
+
+    def propose(self, text: Sequence[int], tried: Sequence[int], max_tokens: int, min_chance: float) -> list[int]:
+        if len(text) > 50:
+            self._fail("propose")
+        return super().propose(text, tried, max_tokens, min_chance)
+
+
+@pytest.mark.parametrize("can_fly", [False, True])
+@pytest.mark.parametrize("at", ["begin", "hear", "propose", "end"])
+def test_a_source_that_fails_is_done_without(tokenizer: Tokenizer, at: str, can_fly: bool) -> None:
+    options = AnswerOptions(tuple(10 + i % 12 for i in range(30)), 60, Sampling(temperature=0))
+    plain = run(options, tokenizer, sources=[])
+    failing = Failing([*options.prompt, *plain[0]], at)
+    told = run(options, tokenizer, can_fly=can_fly, sources=[failing])
+    assert (told[0], told[2].finish) == (plain[0], "length")
+    assert failing.n_failed == 1, "it is asked for nothing any more"
 
 
 def test_it_ends_at_the_length_and_at_the_end_token(tokenizer: Tokenizer) -> None:
