@@ -134,7 +134,8 @@ def _check_kinds(
     scales = f", with {some_of(companions)} beside it" if companions else ""
     raise ConfigError(
         f"{folder}: {first.name} is of kind {first.dtype}{scales}: quantised weights ({len(packed)} tensors); "
-        f"swarmd takes plain ones ({', '.join(shards.PLAIN_KINDS[1:])}): add the model as it was before, or unpack it"
+        f"swarmd takes plain ones ({', '.join(shards.PLAIN_KINDS[1:])}), and others where config.json says how they "
+        "are quantised (quantization_config) and what that needs lies beside them"
     )
 
 

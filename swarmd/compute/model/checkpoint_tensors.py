@@ -58,6 +58,11 @@ class CheckpointTensors:
         return self._handles[file]
 
 
+def is_quantised(folder: Path) -> bool:
+    """Are weights of a checkpoint quantised as they were published? Raises ConfigError."""
+    return quantised.read_scheme(manifest.read_config(folder)) is not None
+
+
 def weight_map(folder: Path) -> dict[str, str]:
     """Map tensor names to the files that hold them. Raises ConfigError where there are none."""
     index = folder / manifest.INDEX_FILE

@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from swarmd.compute.hardware.device import device_description, pick_device, use_threads
 from swarmd.compute.hardware.worker_process import serve_daemon
+from swarmd.compute.model.checkpoint_tensors import is_quantised
 from swarmd.compute.model.plain_config import building, read_config
+from swarmd.compute.model.skeleton import load_whole
 from swarmd.compute.runs.expert_balance import balance_factor
 from swarmd.compute.runs.inner_steps import take_step
 from swarmd.compute.runs.lora import with_recipe_lora
@@ -228,9 +230,12 @@ def build(path: Path, recipe: Recipe) -> nn.Module:
     """Build the model as the recipe trains it: all of it, or LoRA on it. Raises ConfigError."""
     torch.manual_seed(recipe.seed)
     dtype = DTYPES[recipe.precision]
-    with building(f"{path} cannot be loaded"), _with_index(path) as folder:
-        config = read_config(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+    if is_quantised(path):  # transformers' own loader would pass over what it has no name for
+        model = load_whole(path, dtype).requires_grad_(True)
+    else:
+        with building(f"{path} cannot be loaded"), _with_index(path) as folder:
+            config = read_config(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     model.get_input_embeddings().padding_idx = None  # no row is padded: in many models it is the end between two texts
     if recipe.train == "all":
         return model  # type: ignore[no-any-return]

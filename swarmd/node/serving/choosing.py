@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 import statistics
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -115,7 +116,8 @@ async def choose_blocks(
             await trio.sleep(0.2)
     manifest = await services.store.supply.manifest(model)
     n_blocks = manifest.n_blocks
-    block_bytes, head_bytes = group_bytes(manifest, settings.dtype, settings.quantize)
+    shrinks_experts = _is_for_the_processor(settings.device)
+    block_bytes, head_bytes = group_bytes(manifest, settings.dtype, settings.quantize, shrinks_experts)
     free_bytes = max(0, _free_bytes(services, slot) - settings.head * head_bytes)
     n_fit = blocks_that_fit(free_bytes, block_bytes)
     n_fit = min(n_fit, settings.max_blocks or n_fit, limit.n_blocks or n_fit)
@@ -132,6 +134,11 @@ async def choose_blocks(
     services.choices[slot] = PlacementChoice(model, span, n_bytes)
     reason = f"{decision.reason}; {limit.reason}" if n_fit == limit.n_blocks else decision.reason
     return Placement(model, span, reason)
+
+
+def _is_for_the_processor(device: str) -> bool:
+    """Will a worker that is told this device compute on the CPU? Nothing here may ask torch."""
+    return device == "cpu" or (not device and shutil.which("nvidia-smi") is None)
 
 
 def _free_bytes(services: HostingServices, slot: int) -> int:

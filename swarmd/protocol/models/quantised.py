@@ -125,13 +125,13 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
         raise IntegrityError("a group of compressed-tensors says nothing of its weights")
     if any(each.get("actorder") not in (None, False, "static", "weight") for each in weights):
         raise IntegrityError("compressed-tensors with actorder by group: no version that is read today writes it")
-    whole = {each.get("num_bits") for each in weights if each.get("type", "int") == "int"}
-    if len(whole) > 1:
-        raise IntegrityError(f"compressed-tensors with weights of {sorted(map(str, whole))} bits: one kind is read")
-    block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
+    whole = [each.get("num_bits") for each in weights if each.get("type", "int") == "int"]
     for bits in whole:
         _require("compressed-tensors", "num_bits", bits, PACKED_BITS)
-    return Scheme(COMPRESSED, int(next(iter(whole), None) or 0), _read_block(block))
+    if len(set(whole)) > 1:
+        raise IntegrityError(f"compressed-tensors with weights of {', '.join(map(str, whole))} bits: one kind is read")
+    block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
+    return Scheme(COMPRESSED, int(whole[0] or 0) if whole else 0, _read_block(block))
 
 
 def _require(tool: str, name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swarmd.compute.checkpoints.check import check_folder
+from swarmd.compute.linear.layers import quantise_layer
+from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
 from swarmd.compute.model.unpacking import unpack
@@ -19,7 +21,7 @@ from swarmd.errors import ConfigError
 from swarmd.plan.chains.memory import group_bytes
 from swarmd.protocol.models import manifest
 from swarmd.values import Span
-from tests import checkpoints, families
+from tests import checkpoints, families, quantised_files
 from tests.quantised_files import FORMATS, write_experts, write_quantised
 
 FILE = "model.safetensors"
@@ -96,6 +98,28 @@ def change(folder: Path, changes: dict[str, Any]) -> None:
     """Replace tensors; one that is None is left out."""
     tensors = {**load_file(folder / FILE), **changes}
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / FILE, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "most"),
+    [
+        ("gptq", "int4", 0.005),
+        ("awq", "int4", 0.005),
+        ("packed with zero points", "int4", 0.005),
+        ("packed", "int4", 0.008),
+        ("int8", "int8", 0.002),
+    ],
+)
+def test_what_has_few_bits_gets_the_same_again(
+    form: str, kind: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only scales are rounded, to bfloat16: rounding to new values of 4 bits would lose 0.08."""
+    monkeypatch.setattr(quantised_files, "GROUP", 64)
+    weight = 0.02 * torch.randn(64, 256, generator=torch.Generator().manual_seed(5))
+    _, plain = FORMATS[form][1](weight)
+    linear = torch.nn.Linear(256, 64, bias=False)
+    linear.weight = torch.nn.Parameter(plain.bfloat16().float(), requires_grad=False)
+    assert relative_error(quantise_layer(linear, kind).weight, plain) < most
 
 
 Q = "model.layers.0.self_attn.q_proj."

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swarmd.compute.runs.gradients import TrainedModel, build
 from swarmd.protocol.runs.recipe import AGAIN, Batch, Recipe
 from tests import checkpoints
+from tests.quantised_files import write_quantised
 from tests.real.training import tiny_model
 
 RECIPE = Recipe("run", "0" * 64, "1" * 64, batch=Batch(target=8, micro=4, tokens=12))
@@ -133,3 +134,12 @@ def test_the_vector_of_the_end_between_two_texts_learns_though_the_model_pads_wi
     made._run_backward(torch.tensor([[5, 6, 0, 7, 8]]), 0)
     gradient = model.get_input_embeddings().weight.grad  # type: ignore[operator]
     assert gradient[0].abs().sum() > 0
+
+
+def test_a_run_begins_with_what_quantised_weights_mean(tmp_path: Path) -> None:
+    plain = checkpoints.make("llama", tmp_path / "plain", n_layers=2)
+    expected = build(write_quantised(plain, tmp_path / "quantised", "awq"), RECIPE)
+    model = build(tmp_path / "quantised", RECIPE)
+    for (name, parameter), (_, other) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert parameter.requires_grad
+        assert torch.equal(parameter, other), name
