@@ -6,15 +6,26 @@ Models are published in many formats. What is none of ours is named, with what t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from glob import escape
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from swarmd.errors import ConfigError
+from swarmd.protocol.models import manifest
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, is_adapter
 from swarmd.protocol.models.draft import is_draft
-from swarmd.protocol.models.manifest import INDEX_FILE, SINGLE_FILE, shard_names
+from swarmd.protocol.models.manifest import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Entry,
+    Manifest,
+    check_index,
+    digest_stream,
+    make_manifest,
+    shard_names,
+)
+from swarmd.protocol.models.shards import Place
 from swarmd.values import some_of
 from swarmd_cli.convert import is_gguf, use_gguf
 
@@ -75,16 +86,61 @@ def _download(source: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
+    folder = _download_settings(source)
+    names = [WEIGHTS_FILE] if is_adapter(folder) else shard_names(folder)
+    return Path(snapshot_download(source, revision=folder.name, allow_patterns=[escape(name) for name in names]))
+
+
+def _download_settings(source: str) -> Path:
+    """Fetch all but the weights of a repository of the hub. Raises ConfigError for what is refused by its settings."""
+    from huggingface_hub import snapshot_download
+
     from swarmd.compute.model.plain_config import read_config
 
     folder = Path(snapshot_download(source, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]))
-    if is_adapter(folder):
-        names = [WEIGHTS_FILE]
-    else:
-        if (folder / "config.json").is_file():
-            read_config(folder)  # what is refused by its settings costs no download
+    if not is_adapter(folder) and (folder / "config.json").is_file():
+        read_config(folder)
+    return folder
+
+
+def read_on_hub(source: str, report: Callable[[str], None]) -> tuple[Path, Manifest]:
+    """Hash a checkpoint of the hub as it comes, and keep nothing but its settings. Raises ConfigError, Unreachable.
+
+    Returns the folder of the settings, whose name is the commit.
+    """
+    if not HUB_ID.fullmatch(source) or Path(source).exists():
+        raise ConfigError(f"--no-copy is for models of the hub (ORG/NAME), and {source} is none")
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    from swarmd.compute.model.checkpoint_tensors import is_quantised
+    from swarmd.compute.model.unpacking import check_stored_scales
+    from swarmd.weights.hub import HubFile, open_client
+
+    with open_client() as client:
+        try:
+            folder = _download_settings(source)
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise ConfigError(f"the hub does not give {source}: {str(error).strip().splitlines()[0]}") from None
+        if is_adapter(folder):
+            raise ConfigError(f"{source} is an adapter, which is small: add it without --no-copy")
+        is_looked_at = is_quantised(folder)
+
+        def look(place: Place, chunk: bytes) -> None:
+            if is_looked_at:
+                check_stored_scales(place.name, place.dtype, chunk)
+
+        tensors: list[Entry] = []
+        shard_of: dict[str, str] = {}
         names = shard_names(folder)
-    return Path(snapshot_download(source, revision=folder.name, allow_patterns=[escape(name) for name in names]))
+        for number, name in enumerate(names, 1):
+            file = HubFile(f"{source}@{folder.name}", name, client)
+            report(f"hashing {name} ({file.n_bytes / 2**30:.2f} GiB), {number} of {len(names)}")
+            found = digest_stream(file, folder / name, file.n_bytes, look)
+            tensors += found
+            shard_of |= {entry.name: name for entry in found}
+    if (folder / INDEX_FILE).is_file():
+        check_index(folder, shard_of)
+    return folder, make_manifest(folder, manifest.read_config(folder), tensors)
 
 
 def _download_gguf(repository: str, bits: str) -> Path:

@@ -5,10 +5,13 @@ Only the bytes that are asked for travel, whatever shard they lie in. The hub is
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
+import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 HUB = PeerId("hub")
 """Stands for the hub among the donors of a download."""
 TIMEOUT_S = 60.0  # a hub that answers nothing for so long is down
+MOST_TRIES = 5  # to go on reading a file, one after the other
+SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_INDEX_BYTES = 32 * 2**20  # of a sharded checkpoint's index
 
 
@@ -47,7 +52,8 @@ class Hub:
     """One model on the hub, ``org/name@revision``. No event loop: call it from a thread."""
 
     def __init__(self, source: str, manifest: Manifest) -> None:
-        self._repo, _, self._revision = source.partition("@")
+        self._source = source
+        self._repo = source.partition("@")[0]
         self._entries = manifest.entries
         self._n_files = len(manifest.files)
         self._client: Any = None
@@ -101,7 +107,6 @@ class Hub:
     def _get_bytes(self, name: str, start: int, n_bytes: int) -> bytes:
         """Return bytes of a file, or fewer where it ends. Raises Unreachable."""
         import httpx
-        from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         if self._client is None:
@@ -109,13 +114,7 @@ class Hub:
                 self._client = open_client()
             except ConfigError as error:
                 raise Unreachable(str(error)) from None
-        endpoint = os.environ.get("HF_ENDPOINT")
-        url = hf_hub_url(
-            self._repo,
-            name,
-            revision=self._revision or None,
-            endpoint=endpoint,
-        )
+        url = url_on_hub(self._source, name)
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + n_bytes - 1}"}
         try:
             with self._client.stream("GET", url, headers=headers) as response:
@@ -129,3 +128,74 @@ class Hub:
                 return bytes(data[:n_bytes])
         except httpx.HTTPError as error:
             raise Unreachable(f"the hub does not give {name} of {self._repo}: {error}") from None
+
+
+class HubFile:
+    """A file of the hub at ``org/name@revision``, read once from its beginning on, and kept nowhere.
+
+    A connection that breaks off is taken up where it ended. Raises Unreachable, and ConfigError for other bytes than
+    the hub's own hash promises.
+    """
+
+    def __init__(self, source: str, name: str, client: httpx.Client) -> None:
+        from huggingface_hub import get_hf_file_metadata
+        from huggingface_hub.errors import HfHubHTTPError
+
+        self._name = f"{name} of {source}"
+        self._url = url_on_hub(source, name)
+        self._client = client
+        try:
+            about = get_hf_file_metadata(self._url)
+        except (HfHubHTTPError, OSError) as error:
+            raise Unreachable(f"the hub does not give {self._name}: {str(error).splitlines()[0]}") from None
+        if about.size is None:
+            raise Unreachable(f"the hub does not say how large {self._name} is")
+        self.n_bytes = about.size
+        self._promised = about.etag if about.etag and SHA256.fullmatch(about.etag) else None
+        self._hash = hashlib.sha256()
+        self._n_read = 0
+        self._parts: Iterator[bytes] = iter(())
+        self._held = bytearray()
+
+    def read(self, n: int, /) -> bytes:
+        """The next ``n`` bytes, or fewer where it ends."""
+        import httpx
+
+        n_failed = 0
+        while len(self._held) < min(n, self.n_bytes - self._n_read):
+            try:
+                part = next(self._parts, None)
+                if part is None:  # at the beginning, and where a connection ended
+                    self._parts = self._open(self._n_read + len(self._held))
+                    part = next(self._parts, b"")
+                self._held += part
+                n_failed = 0 if part else n_failed + 1
+            except httpx.HTTPError:
+                self._parts = iter(())
+                n_failed += 1
+            if n_failed == MOST_TRIES:
+                raise Unreachable(f"the hub does not give {self._name} beyond {self._n_read + len(self._held)} B")
+        data = bytes(self._held[:n])
+        del self._held[:n]
+        self._n_read += len(data)
+        self._hash.update(data)
+        if self._n_read == self.n_bytes and self._promised not in (None, self._hash.hexdigest()):
+            raise ConfigError(f"{self._name}: the hub gave other bytes than its own sha256 promises: try again")
+        return data
+
+    def _open(self, start: int) -> Iterator[bytes]:
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{self.n_bytes - 1}"}
+        with self._client.stream("GET", self._url, headers=headers) as response:
+            if response.status_code != 206 and (response.status_code != 200 or start):
+                raise Unreachable(f"the hub answers {response.status_code} for {self._name}")
+            yield from response.iter_bytes()
+
+
+def url_on_hub(source: str, name: str) -> str:
+    """Where the hub has a file of ``org/name@revision``."""
+    from huggingface_hub import hf_hub_url
+
+    repo, _, revision = source.partition("@")
+    return hf_hub_url(repo, name, revision=revision or None, endpoint=os.environ.get("HF_ENDPOINT"))

@@ -101,10 +101,10 @@ def test_a_shard_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypa
     folder = make_model(tmp_path / "model")
     digest = manifests._digest_chunks
 
-    def growing(file: Any, n_bytes: int, path: Path) -> tuple[bytes, ...]:
+    def growing(file: Any, n_bytes: int, path: Path, *on_chunk: Any) -> tuple[bytes, ...]:
         with path.open("ab") as extra:
             extra.write(b"x")
-        return digest(file, n_bytes, path)
+        return digest(file, n_bytes, path, *on_chunk)
 
     monkeypatch.setattr(manifests, "_digest_chunks", growing)
     with pytest.raises(ConfigError, match="changed while it was read"):

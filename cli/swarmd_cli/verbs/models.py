@@ -27,7 +27,7 @@ from swarmd_cli.context import (
     reload_daemon,
 )
 from swarmd_cli.convert import OWN, delete_converted, link_laid_out
-from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
+from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder, read_on_hub
 from swarmd_cli.terminal import make_console, print_table, text_column
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 
@@ -103,12 +103,15 @@ def add(
         str,
         typer.Option("--dtype", help="Unpack a GGUF file to float32, bfloat16, float16; auto is the best of 16 bits."),
     ] = OWN,
+    no_copy: Annotated[
+        bool, typer.Option("--no-copy", help="Of ORG/NAME: hash what the hub sends, and keep none of its weights here.")
+    ] = False,
 ) -> None:
     """Hash and check a checkpoint, an adapter or a draft; the founder, or a delegate, also publishes the name.
 
     Example: swarmd models add ./llama --name llama
     """
-    print(add_source(source, name, base, replace, dtype, draft_for))
+    print(add_source(source, name, base, replace, dtype, draft_for, no_copy))
     print(_next_step(name, base, draft_for), file=sys.stderr)
 
 
@@ -119,6 +122,7 @@ def add_source(
     replace: bool = False,
     dtype: str = OWN,
     draft_for: str = "",
+    no_copy: bool = False,
 ) -> str:
     """Do what ``add`` does; returns what came of it, in a line. Raises SwarmError."""
     import msgspec
@@ -142,10 +146,16 @@ def add_source(
     made_for = member.catalog().hash_of(base or draft_for) if base or draft_for else ""
     if replace or name not in member.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
-    folder = find_folder(source, dtype)
-    is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
-    commit = folder.name if is_hub_id and folder.parent.name == "snapshots" else ""
-    read, kind, layout = _read_manifest(folder, base, draft_for)
+    if no_copy:
+        if base or draft_for:
+            raise ConfigError("--no-copy is for models: adapters and drafts are small")
+        folder, read = read_on_hub(source, lambda line: print(line, file=sys.stderr))
+        kind, layout, commit = "models", _check_model(folder, read, holds_weights=False), folder.name
+    else:
+        folder = find_folder(source, dtype)
+        is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()
+        commit = folder.name if is_hub_id and folder.parent.name == "snapshots" else ""
+        read, kind, layout = _read_manifest(folder, base, draft_for)
     source_manifest = manifest.lay_out(read, layout)
     model = manifest.model_id(source_manifest)
     entry = (model, made_for or source_manifest.n_blocks)
@@ -154,10 +164,13 @@ def add_source(
     is_new = known is None or known[0] != model
     if is_new:
         _require_name_is_free(name, model, known[0] if known else "", replace)
-    if source_manifest != read:
-        folder = link_laid_out(folder, source_manifest)
-    Library(state.weights, {}).keep_manifest(source_manifest, folder)
-    model_folders().add(model, folder)
+    if no_copy:
+        Library(state.weights, {}).fill(source_manifest)
+    else:
+        if source_manifest != read:
+            folder = link_laid_out(folder, source_manifest)
+        Library(state.weights, {}).keep_manifest(source_manifest, folder)
+        model_folders().add(model, folder)
     if is_new:
         on_hub: dict[str, str] = {model: f"{source}@{commit}"} if commit else {}
 
@@ -227,11 +240,16 @@ def _read_manifest(folder: Path, base: str, draft_for: str) -> tuple[Manifest, s
     if base:
         raise ConfigError(f"{folder} is no adapter ({adapter.CONFIG_FILE} is missing): --base is for adapters")
     read = manifest.read_folder(folder)
+    return read, "drafts" if draft_for else "models", _check_model(folder, read)
+
+
+def _check_model(folder: Path, read: Manifest, holds_weights: bool = True) -> ModelLayout:
+    """Say how the layers of a model become blocks. Raises ConfigError for one that cannot be served."""
     from swarmd.compute.checkpoints.check import check_folder  # after what costs no import of torch
 
-    layout = check_folder(folder, read)
+    layout = check_folder(folder, read, holds_weights)
     check_tokenizer(folder)
-    return read, "drafts" if draft_for else "models", layout
+    return layout
 
 
 def _check_adapter(folder: Path, read: Manifest, base: str) -> None:

@@ -47,10 +47,10 @@ CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.bias$")  # of four dime
 #
 # Each refusal names a tensor. The loader alone would not do: it passes over what it has no name for, and a model that
 # lacks a scale or a set of biases computes something, only not what its author meant.
-def check_folder(folder: Path, manifest: Manifest) -> ModelLayout:
+def check_folder(folder: Path, manifest: Manifest, holds_weights: bool = True) -> ModelLayout:
     """Refuse an unsupported family, and a checkpoint that is not just all of the model. Raises ConfigError.
 
-    Returns how its layers become blocks.
+    Returns how its layers become blocks. Scales of quantised weights are looked at where the folder holds them.
     """
     config = read_config(folder)
     skeleton.read_generation(folder)
@@ -70,7 +70,8 @@ def check_folder(folder: Path, manifest: Manifest) -> ModelLayout:
     _check_experts(folder, tensors, targets)
     _check_fit(folder, config, type(hollow), tensors)
     _check_groups(folder, config, manifest, tensors)
-    _check_scales(folder)
+    if holds_weights:
+        _check_scales(folder)
     return layout
 
 

@@ -5,6 +5,7 @@ Each rule is that of the format's own tool, which is named beside it; numbers ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,13 @@ import torch
 from swarmd.errors import ConfigError
 from swarmd.protocol.models.quantised import AWQ, GPTQ, WORD_BITS, PlainTensor
 
+SCALES = re.compile(r"\.(weight_scale_inv|weight_scale|weight_global_scale|scales)$")
+SCALE_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 Read = Callable[[str], torch.Tensor]
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the eight magnitudes of 4 bits (OCP Microscaling 1.0)
@@ -54,9 +62,7 @@ def check_scales(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> None:
     for role in ("scale", "global"):
         if role not in parts or parts[role].dtype == torch.uint8:
             continue
-        scale = parts[role].float()
-        if not bool((scale.isfinite() & (scale != 0)).all()):
-            raise ConfigError(f"{plain.parts[role]} holds a scale that is zero or no number: what it scales is lost")
+        _check_numbers(plain.parts[role], parts[role])
     if "shape" in parts and tuple(parts["shape"].tolist()) != plain.shape:
         raise ConfigError(
             f"{plain.parts['shape']} says {parts['shape'].tolist()}, and {plain.parts['weight']} holds "
@@ -66,6 +72,19 @@ def check_scales(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> None:
         n_groups = parts["scale"].shape[0]
         if not bool(((parts["group"] >= 0) & (parts["group"] < n_groups)).all()):
             raise ConfigError(f"{plain.parts['group']} names groups beyond the {n_groups} that there are")
+
+
+def check_stored_scales(name: str, kind: str, data: bytes) -> None:
+    """Do the same for a piece of a stored tensor, if that is one of scales. Raises ConfigError."""
+    dtype = SCALE_DTYPES.get(kind)
+    if dtype is not None and SCALES.search(name):
+        _check_numbers(name, torch.frombuffer(bytearray(data), dtype=dtype))
+
+
+def _check_numbers(name: str, scales: torch.Tensor) -> None:
+    numbers = scales.float()
+    if not bool((numbers.isfinite() & (numbers != 0)).all()):
+        raise ConfigError(f"{name} holds a scale that is zero or no number: what it scales is lost")
 
 
 def _scaled(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -12,9 +12,10 @@ import hashlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,6 +23,7 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.models import configuration, quantised, shards
 from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout, write_layout
 from swarmd.protocol.models.quantised import PlainTensor, Stored
+from swarmd.protocol.models.shards import Readable
 from swarmd.protocol.untrusted import decode
 from swarmd.text_files import decode_text
 from swarmd.values import ModelId
@@ -50,6 +52,7 @@ FILES = (
 )
 MAX_DEPTH = 24  # parts of a tensor's name
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,255}", re.ASCII)
+OnChunk = Callable[[shards.Place, bytes], None]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Extent = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
@@ -126,7 +129,11 @@ def read_folder(folder: Path) -> Manifest:
     """Hash and check a checkpoint folder. Raises ConfigError naming the file and the reason."""
     config = read_config(folder)
     _check_index(folder)
-    tensors = [entry for shard in shard_files(folder) for entry in digest_shard(shard)]
+    return make_manifest(folder, config, [entry for shard in shard_files(folder) for entry in digest_shard(shard)])
+
+
+def make_manifest(folder: Path, config: dict[str, Any], tensors: list[Entry]) -> Manifest:
+    """Make the manifest of hashed tensors and of a folder's files. Raises ConfigError naming what is wrong."""
     counts = Counter(tensor.name for tensor in tensors)
     twice = [name for name, n in counts.items() if n > 1]
     if twice:
@@ -229,7 +236,12 @@ def _check_index(folder: Path) -> None:
     index = folder / INDEX_FILE
     if not index.is_file():
         return
-    shard_of = {place.name: shard.name for shard, place in _tensor_places(folder)}
+    check_index(folder, {place.name: shard.name for shard, place in _tensor_places(folder)})
+
+
+def check_index(folder: Path, shard_of: dict[str, str]) -> None:
+    """Refuse an index that says other than ``shard_of``, where tensors are. Raises ConfigError."""
+    index = folder / INDEX_FILE
     listed_shard_of: dict[str, str] = read_json(index)["weight_map"]
     for name in sorted(listed_shard_of.keys() | shard_of.keys()):
         if listed_shard_of.get(name) != shard_of.get(name):
@@ -351,13 +363,22 @@ def digest_shard(path: Path) -> list[Entry]:
     """Hash every tensor of a shard, chunk by chunk. Raises ConfigError, also when the file changes meanwhile."""
     status = path.stat()
     with path.open("rb") as file:
-        places = shards.read_header(file, path, status.st_size)
-        entries = []
-        for place in places:
-            file.seek(place.start)
-            chunks = _digest_chunks(file, place.n_bytes, path)
-            entries.append(Entry(place.name, place.dtype, place.shape, chunks))
+        entries = digest_stream(file, path, status.st_size)
     _check_unchanged(path, status)
+    return entries
+
+
+def digest_stream(
+    file: Readable, path: Path, n_bytes: int, on_chunk: OnChunk = lambda place, chunk: None
+) -> list[Entry]:
+    """Hash every tensor of a shard of ``n_bytes`` that is read once, from its beginning on. Raises ConfigError.
+
+    ``on_chunk`` sees all of it.
+    """
+    entries = []
+    for place in sorted(shards.read_header(file, path, n_bytes), key=lambda place: place.start):
+        chunks = _digest_chunks(file, place.n_bytes, path, partial(on_chunk, place))
+        entries.append(Entry(place.name, place.dtype, place.shape, chunks))
     return entries
 
 
@@ -371,12 +392,15 @@ def _digest_file(path: Path) -> Entry:
     return Entry(path.name, "U8", (status.st_size,), chunks)
 
 
-def _digest_chunks(file: BinaryIO, n_bytes: int, path: Path) -> tuple[bytes, ...]:
+def _digest_chunks(
+    file: Readable, n_bytes: int, path: Path, on_chunk: Callable[[bytes], None] = lambda chunk: None
+) -> tuple[bytes, ...]:
     digests = []
     while n_bytes > 0:
         chunk = file.read(min(CHUNK_BYTES, n_bytes))
         if not chunk:
             raise ConfigError(f"{path}: cut short while it was read")
+        on_chunk(chunk)
         digests.append(hashlib.sha256(chunk).digest())
         n_bytes -= len(chunk)
     return tuple(digests)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 from swarmd.errors import ConfigError
 
@@ -56,7 +56,14 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * ITEM_BITS[dtype] // 8
 
 
-def read_header(file: BinaryIO, path: Path, size: int) -> list[Place]:
+class Readable(Protocol):
+    """What is read from its beginning on."""
+
+    def read(self, n: int, /) -> bytes:
+        """The next ``n`` bytes, or fewer where it ends."""
+
+
+def read_header(file: Readable, path: Path, size: int) -> list[Place]:
     """Read and check the header of a shard of ``size`` bytes. Raises ConfigError naming the file and the reason."""
     prefix = file.read(8)
     header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1

@@ -1,0 +1,203 @@
+"""A model of the hub that is added without a copy: every byte is asked for once, and nothing of its weights stays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from swarmd_cli import source
+from swarmd_cli.context import set_home
+from swarmd_cli.verbs.models import add_source
+
+from swarmd.errors import ConfigError, Unreachable
+from swarmd.home.founder import Founder
+from swarmd.home.membership import MembershipFiles
+from swarmd.home.models import bundled_folder
+from swarmd.home.paths import Home
+from swarmd.protocol.models import manifest
+from swarmd.weights.hub import Hub
+from swarmd.weights.library import Library
+from tests import checkpoints
+from tests.quantised_files import write_quantised
+
+COMMIT = "c0ffee"
+BREAKS_AFTER = 10_000  # bytes of the first answer of each file
+
+
+class PlayedHub:
+    """Serves a folder as the hub does; of each file the first answer breaks off."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.n_sent: dict[str, int] = {}
+        self.hashes: dict[str, str] = {}  # that it promises, where they are not the right ones
+        self.is_gone = False
+
+    def handler(self) -> type[BaseHTTPRequestHandler]:
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def _find(self) -> Path | None:
+                path = hub.folder / Path(self.path).name
+                if path.is_file() and not hub.is_gone and self.path.startswith(f"/org/name/resolve/{COMMIT}/"):
+                    return path
+                self.send_error(404)
+                return None
+
+            def do_HEAD(self) -> None:
+                path = self._find()
+                if path is not None:
+                    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                    self.send_response(200)
+                    self.send_header("X-Repo-Commit", COMMIT)
+                    self.send_header("ETag", f'"{hub.hashes.get(path.name, digest)}"')
+                    self.send_header("Content-Length", str(path.stat().st_size))
+                    self.end_headers()
+
+            def do_GET(self) -> None:
+                path = self._find()
+                if path is None:
+                    return
+                matches = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
+                assert matches is not None
+                data = path.read_bytes()[int(matches[1]) : int(matches[2]) + 1]
+                self.send_response(206)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                if path.name not in hub.n_sent:
+                    data = data[:BREAKS_AFTER]
+                    self.close_connection = True
+                hub.n_sent[path.name] = hub.n_sent.get(path.name, 0) + len(data)
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        return Handler
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedHub]:
+    folder = tmp_path / "hub" / COMMIT
+    plain = checkpoints.make("llama", tmp_path / "plain", n_layers=2)
+    write_quantised(plain, folder, "awq")
+    for path in bundled_folder().glob("tokenizer*"):
+        shutil.copy(path, folder)
+    split(folder)
+    settings = tmp_path / "settings" / COMMIT
+    played = PlayedHub(folder)
+
+    def download(name: str, **patterns: Any) -> str:
+        shutil.copytree(folder, settings, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+        return str(settings)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with ThreadingHTTPServer(("127.0.0.1", 0), played.handler()) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield played
+        server.shutdown()
+
+
+def split(folder: Path) -> None:
+    """Write the one file of a checkpoint as two, with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = {name: f"model-{1 + ('layers.1' in name)}.safetensors" for name in tensors}
+    for file in sorted(set(names.values())):
+        part = {name: tensor for name, tensor in tensors.items() if names[name] == file}
+        save_file(part, folder / file, {"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    state = Home(tmp_path / "home")
+    Founder(state).found("ours")
+    set_home(state.folder)
+    return state
+
+
+def test_the_model_is_the_one_that_a_copy_gives_and_none_of_it_stays(
+    hub: PlayedHub, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = add_source("org/name", "tiny", no_copy=True)
+    made = manifest.read_folder(hub.folder)
+    model = manifest.model_id(made)
+    assert model in said
+    catalog = MembershipFiles(home).catalog()
+    assert catalog.models["tiny"] == (model, 2)
+    assert catalog.sources[model] == f"org/name@{COMMIT}"
+    for name in manifest.shard_names(hub.folder):
+        size = (hub.folder / name).stat().st_size
+        assert hub.n_sent[name] == size > BREAKS_AFTER, "what had come before it broke off is not asked for again"
+    assert "hashing model-2.safetensors" in capsys.readouterr().err
+    assert not list(home.folder.rglob("*.safetensors"))
+    held = Library(home.weights, {}).folders
+    library = Library(home.weights, {})
+    library.look({})
+    assert not library.folders[model].held, f"its manifest is here, and nothing else: {held}"
+    chunk = Hub(f"org/name@{COMMIT}", made).read_piece(((len(made.files), 0),))
+    assert made.tensors[0].is_chunk(0, chunk), "servers fetch their blocks from there"
+
+
+def test_a_hub_that_gives_other_bytes_than_it_promises_is_refused(hub: PlayedHub, home: Home) -> None:
+    hub.hashes["model-2.safetensors"] = "0" * 64
+    with pytest.raises(
+        ConfigError, match=r"model-2\.safetensors of org/name@c0ffee: the hub gave other bytes than its"
+    ):
+        add_source("org/name", "tiny", no_copy=True)
+    assert "tiny" not in MembershipFiles(home).catalog().names
+
+
+def test_an_index_that_lies_is_refused(hub: PlayedHub, home: Home) -> None:
+    path = hub.folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "model-2.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"it says that model\.norm\.weight is in model-2\.safetensors"):
+        add_source("org/name", "tiny", no_copy=True)
+
+
+def test_scales_that_are_no_numbers_are_refused(hub: PlayedHub, home: Home) -> None:
+    path = hub.folder / "model-1.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.scales"
+    tensors[name] = torch.full_like(tensors[name], torch.nan)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"up_proj\.scales holds a scale that is zero or no number"):
+        add_source("org/name", "tiny", no_copy=True)
+
+
+def test_a_hub_that_goes_away_is_said(hub: PlayedHub, home: Home) -> None:
+    hub.is_gone = True
+    with pytest.raises(Unreachable, match=r"the hub does not give model-1\.safetensors of org/name@c0ffee"):
+        add_source("org/name", "tiny", no_copy=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"source": "."}, "is for models of the hub"),
+        ({"source": "org/name:Q4_K_M"}, "is for models of the hub"),
+        ({"source": "org/name", "base": "demo"}, "adapters and drafts are small"),
+    ],
+)
+def test_what_is_no_model_of_the_hub_is_refused(home: Home, words: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        add_source(name="tiny", no_copy=True, **words)
+
+
+def test_an_adapter_is_added_with_a_copy(hub: PlayedHub, home: Home) -> None:
+    (hub.folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="add it without --no-copy"):
+        source.read_on_hub("org/name", print)
