@@ -314,9 +314,12 @@ def test_what_a_tensor_takes_in_memory_follows_dtype_and_bits() -> None:
         ("model.layers.0.mlp.up_proj.weight", (64, 32), "llama", "int4"),
         ("model.layers.0.input_layernorm.weight", (32,), "llama", "none"),
         ("model.layers.0.mixer.A_log", (64, 16), "mamba", "none"),
-        ("model.layers.0.mlp.experts.7.up_proj.weight", (64, 32), "qwen3_moe", "none"),
+        ("model.layers.0.mlp.experts.7.up_proj.weight", (64, 32), "qwen3_moe", "int4"),
+        ("model.layers.0.mlp.experts.7.up_proj.weight", (64, 32), "longcat_flash", "none"),
         ("model.layers.0.mlp.shared_experts.up_proj.weight", (64, 32), "deepseek_v3", "int4"),
-        ("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 32), "gpt_oss", "none"),
+        ("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 32), "gpt_oss", "int4"),
+        ("model.layers.0.feed_forward.experts.gate_up_proj", (4, 32, 64), "llama4_text", "none"),
+        ("model.layers.0.mixer.conv1d.weight", (64, 1, 4), "mamba", "none"),
         ("transformer.h.0.mlp.c_fc.weight", (32, 128), "gpt2", "none"),
         ("model.layers.0.mlp.up_proj.weight", (64, 48), "llama", "int8"),
     ],
@@ -325,6 +328,12 @@ def test_of_quantised_blocks_only_matrices_of_linear_layers_shrink(
     name: str, shape: tuple[int, ...], family: str, kept: str
 ) -> None:
     assert loaded_bits(name, shape, "int4", family) == kept
+
+
+@pytest.mark.parametrize(("quantize", "shrinks_experts"), [("nf4", True), ("int4", False)])
+def test_experts_stay_as_they_are_on_cards_and_in_nf4(quantize: str, shrinks_experts: bool) -> None:
+    for name, shape in (("mlp.experts.7.up_proj.weight", (64, 32)), ("mlp.experts.gate_up_proj", (4, 64, 32))):
+        assert loaded_bits(f"model.layers.0.{name}", shape, quantize, "qwen3_moe", shrinks_experts) == "none"
 
 
 def test_cache_is_promised_once_and_shared_fairly() -> None:
