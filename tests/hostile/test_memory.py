@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+import pytest
 import trio
 
 import swarmd
@@ -97,13 +98,15 @@ def test_answers_that_nobody_reads_fill_little(tmp_path: Path) -> None:
         assert peak - idle < UNREAD_MIB
 
 
-def test_giant_frames_fill_little_and_leave_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.prove)])
+def test_giant_frames_fill_little_and_leave_nothing(waits: bool, tmp_path: Path) -> None:
+    """What is left of them is given back within a minute, for which CI does not wait."""
     with local_swarm(tmp_path) as swarm:
         volunteer = alone(swarm)
         swarm.wait_online()
         idle = pss_mib(volunteer)
         assert trio.run(attack, swarm.invite(), volunteer, flood) - idle < MOST_OVER_IDLE_MIB
         until = time.monotonic() + BACK_WITHIN_S
-        while pss_mib(volunteer) > 1.1 * idle:
+        while waits and pss_mib(volunteer) > 1.1 * idle:
             assert time.monotonic() < until, f"{pss_mib(volunteer):.0f} MiB, idle it had {idle:.0f}"
             time.sleep(1)
