@@ -123,6 +123,14 @@ def fp8_rows(weight: torch.Tensor) -> Written:
     return tensors, values.float() * scale
 
 
+def fp8_tensor(weight: torch.Tensor) -> Written:
+    """One scale, under the name that AutoFP8 gave it; transformers reads others only."""
+    scale = weight.abs().max() / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    tensors = {"weight": values, "weight_scale": scale.reshape(()), "input_scale": torch.ones(())}
+    return tensors, values.float() * scale
+
+
 def fp8_blocks(rows: int, columns: int, name: str = "weight_scale_inv") -> Callable[[torch.Tensor], Written]:
     def write(weight: torch.Tensor) -> Written:
         plain, values = torch.empty_like(weight), torch.empty_like(weight).to(torch.float8_e4m3fn)
@@ -176,11 +184,15 @@ def _group(**weights: Any) -> dict[str, Any]:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head"],
         "quantization_status": "compressed",
+        "sparsity_config": {"format": "dense", "ignore": [], "targets": []},
+        "kv_cache_scheme": None,
+        "transform_config": {},
     }
 
 
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Written]]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [24, 40]}, fp8_blocks(24, 40)),
+    "fp8 with other names": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq"}, gptq(4, True)),
     "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP}, gptq(8, True)),
     "gptq of 3 bits": ({"quant_method": "gptq", "bits": 3, "group_size": GROUP}, gptq(3, True)),

@@ -119,13 +119,13 @@ def rebuild_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _rebuild_value(value) for key, value in kept}
 
 
-def _check_value(value: Any, depth: int, room: list[int]) -> None:
+def _check_value(value: Any, depth: int, room: list[int], is_scheme: bool = False) -> None:
     """Refuse what is too large, too deep or too much, at whatever depth."""
     room[0] -= 1
     if depth > MAX_DEPTH or room[0] < 0:
         raise IntegrityError(f"a configuration of more than {MAX_DEPTH} levels or {MAX_VALUES} values")
     if isinstance(value, dict):
-        package = next((key for key in PACKAGES if depth and value.get(key)), None)
+        package = next((key for key in PACKAGES if depth and not is_scheme and value.get(key)), None)
         if package:
             raise IntegrityError(f"a part of the model is quantised ({package} inside another section): not read")
         for key, limit in LIMITS.items():
@@ -134,11 +134,11 @@ def _check_value(value: Any, depth: int, room: list[int]) -> None:
             are_whole = all(n is None or _is_whole(n, limit) for n in numbers)
             if len(numbers) > LIMITS["num_layers"] or not are_whole:
                 raise IntegrityError(f"{key} is {str(value[key])[:40]}, expected a whole number up to {limit}")
-        for below in value.values():
-            _check_value(below, depth + 1, room)
+        for key, below in value.items():
+            _check_value(below, depth + 1, room, is_scheme or (not depth and key in quantised.FIELDS))
     elif isinstance(value, list):
         for below in value:
-            _check_value(below, depth + 1, room)
+            _check_value(below, depth + 1, room, is_scheme)
 
 
 def _is_whole(value: Any, limit: int) -> bool:

@@ -26,7 +26,10 @@ NV_GROUP = 16  # values that share a scale of 8 bits
 FLOATS: tuple[str, ...] = ("F8_E4M3", "F8_E5M2")
 SCALES = ("F32", "F16", "BF16")
 EXPONENTS: tuple[str, ...] = ("F8_E8M0", "U8")  # scales that are powers of two
-UNUSED = re.compile(r"\.(input_scale|activation_scale|input_global_scale|[qkv]_scale|weight_shape)$")
+UNUSED = re.compile(
+    r"\.(input_scale|input_zero_point|input_global_scale|activation_scale(_inv)?|output_scale|qscale_act|[qkv]_scale|"
+    r"weight_shape)$"
+)
 """Beside weights: scales of activations and caches, which stay in 16 or 32 bits here, and shapes that are known."""
 
 
@@ -72,13 +75,18 @@ class Scheme:
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     """How a configuration says that the weights are quantised; None for plain ones. Raises IntegrityError."""
     key = next((key for key in FIELDS if config.get(key)), None)
-    if config.get("sparsity_config"):
-        raise IntegrityError("the weights are stored without their zeros (sparsity_config): swarmd takes dense ones")
-    if key is None:
-        return None
-    settings = config[key]
+    settings = config[key] if key is not None else {}
     if not isinstance(settings, dict):
         raise IntegrityError(f"{key} is no JSON object")
+    for sparsity in (config.get("sparsity_config"), settings.get("sparsity_config")):
+        if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+            raise IntegrityError(
+                "the weights are stored without their zeros (sparsity_config): swarmd takes dense ones"
+            )
+    if settings.get("transform_config"):
+        raise IntegrityError("the weights are for inputs that are rotated (transform_config), which nothing here does")
+    if key is None:
+        return None
     method = settings.get("quant_method", COMPRESSED if key == FIELDS[1] else None)
     if method == FP8:
         return Scheme(FP8, 8, _read_block(settings.get("weight_block_size")))
@@ -158,7 +166,10 @@ def _make(scheme: Scheme, tensor: Stored, by_name: Mapping[str, Stored]) -> Plai
     """What a stored tensor is the main part of, if it is one."""
     parts = _Parts(tensor, by_name)
     if scheme.method == FP8:
-        return _scaled(scheme, parts, f"{tensor.name}_scale_inv")
+        stem = tensor.name.removesuffix("weight")
+        names = (f"{tensor.name}_scale_inv", f"{tensor.name}_scale", f"{stem}scale", f"{stem}qscale_weight")
+        found = next((name for name in names if parts.find(name) is not None), None)
+        return _scaled(scheme, parts, found) if found is not None and tensor.dtype in FLOATS else None
     if scheme.method == MXFP4:
         return _experts(parts) if tensor.name.endswith("_blocks") else None
     if scheme.method in (GPTQ, AWQ):

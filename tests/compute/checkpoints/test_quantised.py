@@ -177,6 +177,8 @@ METHODS: dict[str, tuple[Any, str]] = {
         {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 3}}}},
         "num_bits '3'",
     ),
+    "rotated": ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}, "transform_config"),
+    "sparse": ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
     "no groups": ({"quant_method": "compressed-tensors"}, "without config_groups"),
     "an order of its own": (
         {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"actorder": "group"}}}},
