@@ -38,6 +38,10 @@ def test_the_tokens_are_those_of_the_plain_weights(case: str, tmp_path: Path) ->
     options = {"do_sample": False, "max_new_tokens": N_TOKENS, "pad_token_id": 0}
     expected = local.generate(ids, **options)  # type: ignore[operator]
     with local_swarm(tmp_path / "swarm") as swarm:
-        volunteers = swarm.serving((0, n // 2), (n // 2, n), model="model", models={"model": folder})
-        with swarmd.connect(home=volunteers[0].home.folder) as client:
+        swarm.add("--no-serve", models={"model": folder})
+        first, second = swarm.serving((0, n // 2), (n // 2, n), model="model")  # each fetches its own blocks
+        with swarmd.connect(home=second.home.folder) as client:
             assert torch.equal(client.model("model").generate(ids, **options), expected)
+        (held,) = (each for each in first.home.weights.iterdir() if each.is_dir())
+        names = {path.name for path in held.glob("*.safetensors")}
+        assert names == {f"block-{block:04d}.safetensors" for block in range(n // 2)}, "no other blocks, and no head"
