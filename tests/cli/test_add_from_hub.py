@@ -134,6 +134,9 @@ def test_the_model_is_the_one_that_a_copy_gives_and_none_of_it_stays(
     made = manifest.read_folder(hub.folder)
     model = manifest.model_id(made)
     assert model in said
+    assert re.search(
+        r"awq of [\d.]+ KiB; its blocks take [\d.]+ KiB in 16 bits, .* in int8, .* in int4 of memory", said
+    )
     catalog = MembershipFiles(home).catalog()
     assert catalog.models["tiny"] == (model, 2)
     assert catalog.sources[model] == f"org/name@{COMMIT}"

@@ -186,7 +186,24 @@ def add_source(
     also = f" (the same bytes as {', '.join(aliases)})" if aliases else ""
     unusual = f" ({layout.describe()})" if layout.describe() else ""
     blocks = f"{count(source_manifest.n_blocks, 'block')}{unusual}, " if source_manifest.n_blocks else ""
-    return f"{name}: {model}  {blocks}{count(len(source_manifest.tensors), 'tensor')}{also}"
+    tensors = count(len(source_manifest.tensors), "tensor")
+    return f"{name}: {model}  {blocks}{tensors}{_describe_quantised(source_manifest)}{also}"
+
+
+def _describe_quantised(read: Manifest) -> str:
+    """Say what weights that are quantised as published take, on the disk and once they are loaded."""
+    import json
+
+    from swarmd.plan.chains.memory import group_bytes
+    from swarmd.protocol.models.quantised import read_scheme
+
+    scheme = read_scheme(json.loads(read.config))
+    if scheme is None:
+        return ""
+    n_stored = sum(tensor.n_bytes for tensor in read.tensors)
+    n_loaded = {bits: sum(group_bytes(read, "bfloat16", bits)[0]) for bits in ("none", "int8", "int4")}
+    loaded = [f"{format_size(n)} {'in 16 bits' if bits == 'none' else 'in ' + bits}" for bits, n in n_loaded.items()]
+    return f", {scheme.method} of {format_size(n_stored)}; its blocks take {', '.join(loaded)} of memory"
 
 
 def _next_step(name: str, base: str, draft_for: str) -> str:
