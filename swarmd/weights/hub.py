@@ -11,7 +11,8 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 HUB = PeerId("hub")
 """Stands for the hub among the donors of a download."""
 TIMEOUT_S = 60.0  # a hub that answers nothing for so long is down
-MOST_TRIES = 5  # to go on reading a file, one after the other
+MOST_TRIES = 7  # to go on reading a file, one after the other, within half a minute
+BACK_OFF_S = 0.25  # before the second of them, and twice as long before each further one
 SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_INDEX_BYTES = 32 * 2**20  # of a sharded checkpoint's index
 
@@ -83,9 +85,11 @@ class Hub:
                 names = sorted({str(name) for name in index["weight_map"].values()})
             except (Unreachable, ValueError, KeyError, TypeError, AttributeError):
                 names = [SINGLE_FILE]
+            places: dict[str, tuple[str, Place]] = {}
             for name in names:
                 if Path(name).name == name:
-                    self._places |= {place.name: (name, place) for place in self._read_header(name)}
+                    places |= {place.name: (name, place) for place in self._read_header(name)}
+            self._places = places  # all at once: after one header that failed the next try begins anew
         if tensor not in self._places:
             raise Unreachable(f"{self._repo} on the hub has no tensor {tensor}")
         return self._places[tensor]
@@ -138,20 +142,16 @@ class HubFile:
     """
 
     def __init__(self, source: str, name: str, client: httpx.Client) -> None:
-        from huggingface_hub import get_hf_file_metadata
-        from huggingface_hub.errors import HfHubHTTPError
-
         self._name = f"{name} of {source}"
         self._url = url_on_hub(source, name)
         self._client = client
-        try:
-            about = get_hf_file_metadata(self._url)
-        except (HfHubHTTPError, OSError) as error:
-            raise Unreachable(f"the hub does not give {self._name}: {str(error).splitlines()[0]}") from None
-        if about.size is None:
+        headers = self._look()
+        size = headers.get("X-Linked-Size", headers.get("Content-Length", ""))
+        if not size.isdecimal():
             raise Unreachable(f"the hub does not say how large {self._name} is")
-        self.n_bytes = about.size
-        self._promised = about.etag if about.etag and SHA256.fullmatch(about.etag) else None
+        self.n_bytes = int(size)
+        etag = headers.get("X-Linked-ETag", headers.get("ETag", "")).removeprefix("W/").strip('"')
+        self._promised = etag if SHA256.fullmatch(etag) else None
         self._hash = hashlib.sha256()
         self._n_read = 0
         self._parts: Iterator[bytes] = iter(())
@@ -170,11 +170,13 @@ class HubFile:
                     part = next(self._parts, b"")
                 self._held += part
                 n_failed = 0 if part else n_failed + 1
-            except httpx.HTTPError:
+            except (httpx.HTTPError, _Busy):
                 self._parts = iter(())
                 n_failed += 1
             if n_failed == MOST_TRIES:
                 raise Unreachable(f"the hub does not give {self._name} beyond {self._n_read + len(self._held)} B")
+            if n_failed:
+                time.sleep(BACK_OFF_S * 2**n_failed)
         data = bytes(self._held[:n])
         del self._held[:n]
         self._n_read += len(data)
@@ -183,14 +185,47 @@ class HubFile:
             raise ConfigError(f"{self._name}: the hub gave other bytes than its own sha256 promises: try again")
         return data
 
+    def _look(self) -> Mapping[str, str]:
+        """The headers of the file, also where what it holds is given from another place. Raises Unreachable."""
+        import httpx
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        url, reason = self._url, ""
+        for n_tried in range(MOST_TRIES):
+            try:
+                response = self._client.head(url, headers=headers, follow_redirects=False)
+            except httpx.HTTPError as error:
+                raise Unreachable(f"the hub does not give {self._name}: {error}") from None
+            if response.status_code == 200 or (response.is_redirect and "X-Linked-Size" in response.headers):
+                return response.headers
+            reason = f"it answers {response.status_code}"
+            if response.is_redirect:
+                url = str(response.url.join(response.headers["Location"]))
+            elif _is_busy(response.status_code):
+                time.sleep(BACK_OFF_S * 2**n_tried)
+            else:
+                break
+        raise Unreachable(f"the hub does not give {self._name}: {reason}")
+
     def _open(self, start: int) -> Iterator[bytes]:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        headers = {**build_hf_headers(), "Range": f"bytes={start}-{self.n_bytes - 1}"}
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{self.n_bytes - 1}", "Accept-Encoding": "identity"}
         with self._client.stream("GET", self._url, headers=headers) as response:
+            if _is_busy(response.status_code):
+                raise _Busy
             if response.status_code != 206 and (response.status_code != 200 or start):
                 raise Unreachable(f"the hub answers {response.status_code} for {self._name}")
             yield from response.iter_bytes()
+
+
+class _Busy(Exception):
+    """The hub has too much to do: asked again later it answers."""
+
+
+def _is_busy(status: int) -> bool:
+    return status == 429 or status >= 500
 
 
 def url_on_hub(source: str, name: str) -> str:

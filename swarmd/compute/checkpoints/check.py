@@ -29,7 +29,7 @@ from swarmd.protocol.models.adapter import WEIGHTS_FILE, lora_of, name_of_module
 from swarmd.protocol.models.configuration import PACKED
 from swarmd.protocol.models.manifest import Manifest, entry_groups, plain_tensors
 from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout
-from swarmd.protocol.models.quantised import PlainTensor
+from swarmd.protocol.models.quantised import GPTQ, PlainTensor
 from swarmd.values import some_of
 
 LEFTOVERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$|^(model\.)?mtp\.")
@@ -66,6 +66,8 @@ def check_folder(folder: Path, manifest: Manifest, holds_weights: bool = True) -
     settings = skeleton.text_config(config)
     used_names = {tensor.name for tensor in plain if targets[tensor.name] in state}
     tensors = [tensor for tensor in plain if tensor.name in used_names or not _is_leftover(tensor, settings)]
+    if holds_weights:
+        tensors = _without_idle_biases(folder, tensors, used_names)
     _check_kinds(folder, tensors, targets, state)
     _check_experts(folder, tensors, targets)
     _check_fit(folder, config, type(hollow), tensors)
@@ -115,6 +117,17 @@ def _is_leftover(tensor: PlainTensor, settings: Any) -> bool:
     n_predictors = getattr(settings, "num_nextn_predict_layers", None) or 0
     block = re.search(r"(?:^|\.)layers\.(\d+)\.", tensor.name)
     return block is not None and n_blocks <= int(block[1]) < n_blocks + n_predictors
+
+
+def _without_idle_biases(folder: Path, tensors: list[PlainTensor], used_names: set[str]) -> list[PlainTensor]:
+    """Leave out biases of zeros that no part of the model takes: GPTQ's tools write one beside each matrix."""
+    packed = {tensor.name.removesuffix("weight") for tensor in tensors if tensor.rule == GPTQ}
+    idle = [t.name for t in tensors if t.name not in used_names and t.name.removesuffix("bias") in packed]
+    if not idle:
+        return tensors
+    stored = CheckpointTensors(folder)
+    zeros = {name for name in idle if not bool(stored.read(name).any())}
+    return [tensor for tensor in tensors if tensor.name not in zeros]
 
 
 def _check_kinds(
@@ -225,7 +238,7 @@ def _check_scales(folder: Path) -> None:
     for tensor in tensors.plain.values():
         if tensor.rule:
             try:
-                check_scales(tensor, {role: tensors.read(name) for role, name in tensor.parts.items()})
+                check_scales(tensor, tensors.read)
             except ConfigError as error:
                 raise ConfigError(f"{folder}: {error}") from None
 

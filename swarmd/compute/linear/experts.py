@@ -46,7 +46,7 @@ class QuantisedExperts(nn.Module):
             out = torch.cat([out, out.new_zeros(n * k - start, out.shape[1])])
         back = torch.empty_like(order)
         back[order] = torch.arange(n * k, device=order.device)
-        return out[back].view(n, k, -1).sum(1).to(hidden.dtype)
+        return out[back].view(n, k, out.shape[1]).sum(1).to(hidden.dtype)
 
     def _compute(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         family = self.rest

@@ -35,10 +35,13 @@ class CheckpointTensors:
         except IntegrityError as error:
             raise ConfigError(f"{folder}: {error}") from None
 
-    def open(self, name: str) -> Any:
-        """A tensor as transformers takes it: of safetensors, or one that behaves alike, read once it is indexed."""
+    def open(self, name: str, dtype: torch.dtype) -> Any:
+        """A tensor as transformers takes it: of safetensors, or one that behaves alike, read once it is indexed.
+
+        What has to be made plain is made so in ``dtype``.
+        """
         tensor = self.plain[name]
-        return UnpackedTensor(tensor, self.read) if tensor.rule else self._slice(name)
+        return UnpackedTensor(tensor, self.read, dtype) if tensor.rule else self._slice(name)
 
     def read(self, name: str) -> torch.Tensor:
         """A stored tensor."""

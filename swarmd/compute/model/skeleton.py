@@ -359,7 +359,7 @@ def _load_model(
     state = {}
     with building(f"{folder}: {type(config).__name__} cannot be loaded"):
         for key in needed_keys(cls, config, list(tensors.plain)):
-            state[key] = tensors.open(key)
+            state[key] = tensors.open(key, dtype)
             kind = state[key].get_dtype()
             if kind not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
                 raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")

@@ -6,7 +6,7 @@ Each rule is that of the format's own tool, which is named beside it; numbers ar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,122 +14,152 @@ import torch
 from swarmd.errors import ConfigError
 from swarmd.protocol.models.quantised import AWQ, GPTQ, WORD_BITS, PlainTensor
 
-SCALES = re.compile(r"\.(weight_scale_inv|weight_scale|weight_global_scale|scales)$")
+SCALES = re.compile(r"[._](weight_scale_inv|weight_scale|weight_global_scale|scales?|scale_inv|qscale_weight)$")
 SCALE_DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 Read = Callable[[str], torch.Tensor]
+Parts = dict[str, torch.Tensor]
+Pieces = Iterator[tuple[Any, torch.Tensor]]
+"""Where in the plain tensor numbers belong, and these, float32: a piece after the other, so that one takes little."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the eight magnitudes of 4 bits (OCP Microscaling 1.0)
 EXPONENT_BIAS = 127  # of a scale that is a byte: the power of two of float32
+NO_NUMBER = 255  # of such a scale
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each value of a word, the lowest bits first
+PIECE = 1 << 22  # numbers that are made at a time: 16 MB in float32, and some of these
 
 
 class UnpackedTensor:
     """A tensor that is made plain once it is read; transformers reads it as it reads a slice of safetensors."""
 
-    def __init__(self, plain: PlainTensor, read: Read) -> None:
+    def __init__(self, plain: PlainTensor, read: Read, dtype: torch.dtype) -> None:
         self._plain = plain
         self._read = read
+        self._dtype = dtype
 
     def get_shape(self) -> list[int]:
         """The shape that it will have."""
         return list(self._plain.shape)
 
     def get_dtype(self) -> str:
-        """What kind of numbers it will hold, by safetensors' name."""
+        """What kind of numbers it stands for, by safetensors' name."""
         return self._plain.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return unpack(self._plain, self._read)[index]
+        return unpack(self._plain, self._read, self._dtype)[index]
 
 
 @torch.no_grad()
-def unpack(plain: PlainTensor, read: Read) -> torch.Tensor:
-    """Make a tensor plain, float32; ``read`` gives a stored one by its name. Raises ConfigError."""
+def unpack(plain: PlainTensor, read: Read, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Make a tensor plain; ``read`` gives a stored one by its name. Raises ConfigError."""
+    check_scales(plain, read)
     parts = {role: read(name) for role, name in plain.parts.items()}
-    check_scales(plain, parts)
-    made = RULES[plain.rule](plain, parts)
-    assert tuple(made.shape) == plain.shape, "shapes were worked out before"
-    return made.contiguous()
+    made = torch.empty(plain.shape, dtype=dtype)
+    for place, numbers in RULES[plain.rule](plain, parts):
+        made[place] = numbers
+    return made
 
 
-def check_scales(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> None:
-    """Refuse scales that are zero or no numbers, and another shape than was worked out. Raises ConfigError."""
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+def check_scales(plain: PlainTensor, read: Read) -> None:
+    """Refuse scales that lose what they scale, and parts that contradict others. Raises ConfigError."""
     for role in ("scale", "global"):
-        if role not in parts or parts[role].dtype == torch.uint8:
-            continue
-        _check_numbers(plain.parts[role], parts[role])
-    if "shape" in parts and tuple(parts["shape"].tolist()) != plain.shape:
+        if role in plain.parts:
+            _check_numbers(plain.parts[role], read(plain.parts[role]), lambda: _loses_nothing(plain, read))
+    if "shape" in plain.parts and tuple(read(plain.parts["shape"]).tolist()) != plain.shape:
         raise ConfigError(
-            f"{plain.parts['shape']} says {parts['shape'].tolist()}, and {plain.parts['weight']} holds "
+            f"{plain.parts['shape']} says {read(plain.parts['shape']).tolist()}, and {plain.parts['weight']} holds "
             f"{list(plain.shape)}"
         )
-    if "group" in parts:
-        n_groups = parts["scale"].shape[0]
-        if not bool(((parts["group"] >= 0) & (parts["group"] < n_groups)).all()):
+    if "group" in plain.parts:
+        group, n_groups = read(plain.parts["group"]), len(read(plain.parts["scale"]))
+        if not bool(((group >= 0) & (group < n_groups)).all()):
             raise ConfigError(f"{plain.parts['group']} names groups beyond the {n_groups} that there are")
 
 
 def check_stored_scales(name: str, kind: str, data: bytes) -> None:
-    """Do the same for a piece of a stored tensor, if that is one of scales. Raises ConfigError."""
+    """Refuse a piece of a stored tensor, if that is one of scales, which are no numbers or zero. Raises ConfigError."""
     dtype = SCALE_DTYPES.get(kind)
     if dtype is not None and SCALES.search(name):
         _check_numbers(name, torch.frombuffer(bytearray(data), dtype=dtype))
 
 
-def _check_numbers(name: str, scales: torch.Tensor) -> None:
-    numbers = scales.float()
-    if not bool((numbers.isfinite() & (numbers != 0)).all()):
+def _check_numbers(name: str, scales: torch.Tensor, may_be_zero: Callable[[], bool] = lambda: False) -> None:
+    if scales.dtype == torch.uint8:
+        is_good = not bool((scales == NO_NUMBER).any())
+    else:
+        numbers = scales.float()
+        is_good = bool(numbers.isfinite().all()) and (bool((numbers != 0).all()) or may_be_zero())
+    if not is_good:
         raise ConfigError(f"{name} holds a scale that is zero or no number: what it scales is lost")
 
 
-def _scaled(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _loses_nothing(plain: PlainTensor, read: Read) -> bool:
+    """Are the weights zero wherever their scale is? So are blocks of zeros written."""
+    if plain.rule != "scaled":
+        return False
+    weight = read(plain.parts["weight"]).float() != 0
+    scale = _read_scale(read(plain.parts["scale"]))
+    return not bool((weight & (_spread(scale, plain.block, weight.shape) == 0)).any())
+
+
+# --- how each form is read ---------------------------------------------------------------------------------------
+
+
+def _scaled(plain: PlainTensor, parts: Parts) -> Pieces:
     """(w - zero) * scale, whatever the scale is of."""
-    weight = parts["weight"].float()
     scale = _read_scale(parts["scale"])
-    if plain.block[0]:
-        scale = _spread(scale, plain.block, weight.shape)
-        if "zero" in parts:
-            weight = weight - _spread(parts["zero"].float(), plain.block, weight.shape)
-        return weight * scale
-    if scale.ndim == 1 and weight.ndim == 3 and scale.numel() > 1:
-        scale = scale[:, None, None]
-    return (weight - parts["zero"].float() if "zero" in parts else weight) * scale
+    zero = parts["zero"].float() if "zero" in parts else None
+    for expert in range(plain.shape[0]) if len(plain.shape) == 3 else (None,):
+        weight, own_scale, own_zero = parts["weight"], scale, zero
+        if expert is not None:
+            weight = weight[expert]
+            own_scale = scale[expert] if scale.numel() > 1 else scale
+        for rows in _row_pieces(weight.shape[0], weight.shape[1], max(1, plain.block[0])):
+            values = weight[rows].float()
+            if own_zero is not None:
+                values = values - _part_of(own_zero, plain.block, rows, values.shape)
+            numbers = values * _part_of(own_scale, plain.block, rows, values.shape)
+            yield (rows if expert is None else (expert, rows)), numbers
 
 
-def _experts(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _experts(plain: PlainTensor, parts: Parts) -> Pieces:
     """gpt-oss (transformers' MXFP4): groups of 32 values in 16 bytes, each with an exponent."""
-    values = _read_small_floats(parts["weight"])  # [E, out, groups, 32]
-    values *= _read_scale(parts["scale"]).unsqueeze(-1)
-    return values.flatten(2).transpose(1, 2)
+    for expert, (blocks, exponents) in enumerate(zip(parts["weight"], parts["scale"], strict=True)):
+        n_out, n_groups, n_bytes = blocks.shape
+        for rows in _row_pieces(n_out, n_groups * n_bytes * 2):
+            values = _read_small_floats(blocks[rows]) * _read_scale(exponents[rows]).unsqueeze(-1)
+            yield (expert, slice(None), rows), values.flatten(1).T
 
 
-def _small_floats(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _small_floats(plain: PlainTensor, parts: Parts) -> Pieces:
     """compressed-tensors' NVFP4 and MXFP4; NVFP4's scale of the tensor divides."""
-    scale = _read_scale(parts["scale"])
-    if "global" in parts:
-        scale = scale / parts["global"].float()
-    return _read_small_floats(parts["weight"]) * scale.repeat_interleave(plain.block[1], 1)
+    of_all = parts["global"].float() if "global" in parts else torch.ones(1)
+    for rows in _row_pieces(*plain.shape):
+        scale = (_read_scale(parts["scale"][rows]) / of_all).repeat_interleave(plain.block[1], 1)
+        yield rows, _read_small_floats(parts["weight"][rows]) * scale
 
 
-def _packed(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _packed(plain: PlainTensor, parts: Parts) -> Pieces:
     """compressed-tensors' pack-quantized: values along the inputs, zero points along the outputs, both offset."""
-    values = unpack_bits(parts["weight"], plain.bits, 1)
-    half = 1 << (plain.bits - 1)
-    zero = torch.full((1, 1), half)
+    zeros = torch.full((plain.shape[0], 1), 1 << (plain.bits - 1))
     if "zero" in parts:
-        zero = unpack_bits(parts["zero"], plain.bits, 0)[: plain.shape[0]]
-        zero = zero.repeat_interleave(plain.block[1], 1)
-    return (values - zero).float() * parts["scale"].float().repeat_interleave(plain.block[1], 1)
+        zeros = unpack_bits(parts["zero"], plain.bits, 0)[: plain.shape[0]]
+    for rows in _row_pieces(*plain.shape):
+        values = unpack_bits(parts["weight"][rows], plain.bits, 1)
+        scale = _along(parts["scale"][rows].float(), plain)
+        yield rows, (values - (_along(zeros[rows], plain) if "zero" in parts else zeros[rows])).float() * scale
 
 
-def _gptq(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _gptq(plain: PlainTensor, parts: Parts) -> Pieces:
     """GPTQ: values along the inputs, zero points along the outputs; in the first format these are one too small."""
-    values = unpack_bits(parts["weight"], plain.bits, 0)  # [in, out]
     n_out, n_in = plain.shape
     zeros = parts["zero"]
     if plain.zeros_lag and WORD_BITS % plain.bits == 0:  # taken off whole words, which borrow
@@ -138,24 +168,31 @@ def _gptq(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     zero = unpack_bits(zeros, plain.bits, 1)[:, :n_out]
     if plain.zeros_lag and WORD_BITS % plain.bits:
         zero = (zero + 1) % (1 << plain.bits)
-    group = parts["group"].long() if "group" in parts else torch.arange(n_in) // plain.block[1]
-    return ((values - zero[group]).float() * parts["scale"].float()[group]).T
+    group = torch.arange(n_in) // plain.block[1]
+    if "group" in parts and bool(parts["group"].any()):  # of zeros alone: nobody filled it in, and it says nothing
+        group = parts["group"].long()
+    for rows in _row_pieces(n_out, n_in):
+        values = unpack_bits(parts["weight"][:, rows], plain.bits, 0)  # [in, rows]
+        yield rows, ((values - zero[:, rows][group]).float() * parts["scale"][:, rows].float()[group]).T
 
 
-def _awq(plain: PlainTensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _awq(plain: PlainTensor, parts: Parts) -> Pieces:
     """AWQ for GEMM: values and zero points along the outputs, the eight of a word in an order of their own."""
     order = torch.tensor(AWQ_ORDER).argsort()
-    values, zero = (
-        unpack_bits(parts[role], plain.bits, 1).view(len(parts[role]), -1, len(AWQ_ORDER))[..., order].flatten(1)
-        for role in ("weight", "zero")
-    )
-    scale = parts["scale"].float()
-    group = plain.block[1]
-    zero, scale = (each.repeat_interleave(group, 0) for each in (zero, scale))
-    return ((values - zero).float() * scale).T
+    n_out, n_in = plain.shape
+    group = torch.arange(n_in) // plain.block[1]
+
+    def read_columns(packed: torch.Tensor) -> torch.Tensor:
+        return unpack_bits(packed, plain.bits, 1).view(len(packed), -1, len(AWQ_ORDER))[..., order].flatten(1)
+
+    zero = read_columns(parts["zero"])
+    for inputs in _row_pieces(n_in, n_out):
+        values = read_columns(parts["weight"][inputs])
+        numbers = (values - zero[group[inputs]]).float() * parts["scale"].float()[group[inputs]]
+        yield (slice(None), inputs), numbers.T
 
 
-RULES: dict[str, Callable[[PlainTensor, dict[str, torch.Tensor]], torch.Tensor]] = {
+RULES: dict[str, Callable[[PlainTensor, Parts], Pieces]] = {
     "scaled": _scaled,
     "experts": _experts,
     "small floats": _small_floats,
@@ -163,6 +200,24 @@ RULES: dict[str, Callable[[PlainTensor, dict[str, torch.Tensor]], torch.Tensor]]
     GPTQ: _gptq,
     AWQ: _awq,
 }
+
+
+def _row_pieces(n_rows: int, n_columns: int, step: int = 1) -> Iterator[slice]:
+    """Rows of a matrix, some at a time; their number is a multiple of ``step``."""
+    n_together = max(1, PIECE // max(1, n_columns * step)) * step
+    return (slice(start, min(start + n_together, n_rows)) for start in range(0, n_rows, n_together))
+
+
+def _along(values: torch.Tensor, plain: PlainTensor) -> torch.Tensor:
+    """What is said for each group of a row [rows, groups], for each input."""
+    return values.repeat_interleave(plain.block[1], 1)[:, : plain.shape[1]]
+
+
+def _part_of(values: torch.Tensor, block: tuple[int, int], rows: slice, shape: torch.Size) -> torch.Tensor:
+    """What is said for each block, row or all of a matrix, for some of its rows."""
+    if block[0]:
+        return _spread(values[rows.start // block[0] : -(-rows.stop // block[0])], block, shape)
+    return values[rows] if values.ndim == 2 and len(values) > 1 else values
 
 
 def unpack_bits(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -197,6 +252,8 @@ def _read_small_floats(stored: torch.Tensor) -> torch.Tensor:
 
 def _spread(blocks: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
     """The value of its block for each element of [..., rows, columns]; the last blocks may be smaller."""
+    if not block[0]:
+        return blocks if blocks.ndim != 1 or len(shape) != 3 or len(blocks) == 1 else blocks[:, None, None]
     rows, columns = block
     spread = blocks.repeat_interleave(rows, -2)[..., : shape[-2], :]
     return spread.repeat_interleave(columns, -1)[..., : shape[-1]]

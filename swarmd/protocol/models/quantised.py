@@ -27,8 +27,8 @@ FLOATS: tuple[str, ...] = ("F8_E4M3", "F8_E5M2")
 SCALES = ("F32", "F16", "BF16")
 EXPONENTS: tuple[str, ...] = ("F8_E8M0", "U8")  # scales that are powers of two
 UNUSED = re.compile(
-    r"\.(input_scale|input_zero_point|input_global_scale|activation_scale(_inv)?|output_scale|qscale_act|[qkv]_scale|"
-    r"weight_shape)$"
+    r"(\.(input_scale|input_zero_point|input_global_scale|output_scale|qscale_act|[qkv]_scale|weight_shape)|"
+    r"[._]activation_scale(_inv)?)$"
 )
 """Beside weights: scales of activations and caches, which stay in 16 or 32 bits here, and shapes that are known."""
 
@@ -67,6 +67,7 @@ class Scheme:
     bits: int = 0
     block: tuple[int, int] = (0, 0)
     zeros_lag: bool = False
+    group: int = 0  # inputs of a row that share a scale, where one number says it
 
 
 # --- what the configuration says ---------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
         version = settings.get("version", settings.get("format", "gemm"))
         _require("AWQ", "version", str(version).lower(), ("gemm",))
         _require("AWQ", "bits", settings.get("bits", settings.get("w_bit")), (4,))
-        return Scheme(AWQ, 4)
+        return Scheme(AWQ, 4, group=_read_group(settings.get("group_size", settings.get("q_group_size"))))
     if method == COMPRESSED:
         return _read_compressed(settings)
     raise IntegrityError(
@@ -120,7 +121,8 @@ def _read_gptq(settings: Mapping[str, Any]) -> Scheme:
     _require("GPTQ", "checkpoint_format", form, ("gptq", "gptq_v2"))
     _require("GPTQ", "pack_dtype", settings.get("pack_dtype", "int32"), ("int32",))
     _require("GPTQ", "bits", settings.get("bits"), GPTQ_BITS)
-    return Scheme(GPTQ, settings["bits"], zeros_lag=form == "gptq")
+    group = _read_group(settings.get("group_size"))
+    return Scheme(GPTQ, settings["bits"], zeros_lag=form == "gptq", group=group)
 
 
 def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
@@ -139,11 +141,22 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
     if len(set(whole)) > 1:
         raise IntegrityError(f"compressed-tensors with weights of {', '.join(map(str, whole))} bits: one kind is read")
     block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
-    return Scheme(COMPRESSED, int(whole[0] or 0) if whole else 0, _read_block(block))
+    sizes = {_read_group(each.get("group_size")) for each in weights if each.get("type", "int") == "int"}
+    group = next(iter(sizes)) if len(sizes) == 1 else 0
+    return Scheme(COMPRESSED, int(whole[0] or 0) if whole else 0, _read_block(block), group=group)
+
+
+def _read_group(size: Any) -> int:
+    """How many inputs share a scale; 0 where all of a row do, or nothing is said."""
+    if size is None or size == -1:
+        return 0
+    if type(size) is int and 0 < size <= 2**20:
+        return size
+    raise IntegrityError(f"group_size is {str(size)[:40]}, expected a whole number, or -1")
 
 
 def _require(tool: str, name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed or isinstance(value, bool):
+    if type(value) is not type(allowed[0]) or value not in allowed:
         raise IntegrityError(f"{tool} with {name} {str(value)[:32]!r}: swarmd reads {', '.join(map(str, allowed))}")
 
 
@@ -159,7 +172,19 @@ def plain_tensors(scheme: Scheme | None, stored: Iterable[Stored]) -> list[Plain
     made = [made for tensor in tensors if (made := _make(scheme, tensor, by_name)) is not None]
     used = {part for tensor in made for part in tensor.parts.values()}
     rest = [PlainTensor(*t) for t in tensors if t.name not in used and not UNUSED.search(t.name)]
+    twice = {tensor.name for tensor in made} & {tensor.name for tensor in rest}
+    if twice:
+        raise IntegrityError(f"{min(twice)} is stored twice: packed, and plain")
     return [*made, *rest]
+
+
+def _groups_of(main: Stored, scheme: Scheme, n_groups: int, n_in: int) -> int:
+    """How many inputs share a scale. Raises IntegrityError where that does not come out."""
+    size = scheme.group if n_groups > 1 and scheme.group else -(-n_in // n_groups) if n_groups else 0
+    is_even = scheme.group > 0 or (n_groups > 0 and n_in % n_groups == 0)
+    if not n_groups or not is_even or -(-n_in // size) != n_groups:
+        raise IntegrityError(f"{main.name} has {n_groups} groups for {n_in} inputs, group_size {scheme.group or None}")
+    return size
 
 
 def _make(scheme: Scheme, tensor: Stored, by_name: Mapping[str, Stored]) -> PlainTensor | None:
@@ -216,7 +241,7 @@ def _scaled(scheme: Scheme, parts: _Parts, scale_name: str) -> PlainTensor | Non
         return None
     *outer, rows, columns = main.shape
     tail = tuple(outer)
-    shapes = [(), (1,), (*tail, rows, 1)]
+    shapes = [(), (1,), (1, 1), (*tail, rows, 1)]
     if tail:
         shapes.append(tail)
         shapes.append((*tail, 1, 1))
@@ -265,12 +290,10 @@ def _columns(scheme: Scheme, parts: _Parts) -> PlainTensor:
     parts.need(f"{stem}scales", SCALES, (n_groups, n_out))
     parts.need(f"{stem}qzeros", ("I32",), (n_groups, -(-n_out * scheme.bits // WORD_BITS)))
     roles = {"weight": parts.main.name, "scale": f"{stem}scales", "zero": f"{stem}qzeros"}
-    if not n_groups or n_in % n_groups:
-        raise IntegrityError(f"{parts.main.name} has {n_groups} groups for {n_in} inputs")
+    block = (1, _groups_of(parts.main, scheme, n_groups, n_in))
     if parts.find(f"{stem}g_idx") is not None:
         roles["group"] = parts.need(f"{stem}g_idx", ("I32", "I64"), (n_in,)).name
     shape = (n_out, n_in)
-    block = (1, n_in // n_groups)
     return PlainTensor(f"{stem}weight", "F32", shape, scheme.method, roles, scheme.bits, block, scheme.zeros_lag)
 
 
@@ -285,8 +308,7 @@ def _packed(scheme: Scheme, parts: _Parts) -> PlainTensor:
     scale = parts.find(f"{name}_scale")
     n_groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
     parts.need(f"{name}_scale", SCALES, (rows, n_groups))
-    if not n_groups or columns % n_groups:
-        raise IntegrityError(f"{parts.main.name} has {n_groups} groups for {columns} inputs")
+    block = (1, _groups_of(parts.main, scheme, n_groups, columns))
     roles = {"weight": parts.main.name, "scale": f"{name}_scale"}
     if parts.find(f"{name}_g_idx") is not None:
         raise IntegrityError(f"{name}_g_idx: groups in another order than the inputs are not read")
@@ -295,7 +317,6 @@ def _packed(scheme: Scheme, parts: _Parts) -> PlainTensor:
         roles["zero"] = parts.need(f"{name}_zero_point", ("I32",), (n_words, n_groups)).name
     if parts.find(f"{name}_shape") is not None:
         roles["shape"] = parts.need(f"{name}_shape", ("I64", "I32"), (2,)).name
-    block = (1, columns // n_groups)
     return PlainTensor(name, "F32", (rows, columns), "packed", roles, scheme.bits, block)
 
 

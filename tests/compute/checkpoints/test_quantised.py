@@ -72,6 +72,39 @@ def test_experts_one_by_one_become_those_of_a_block(family: str, form: str, tmp_
     assert_it_is_read(tmp_path / "quantised", expected)
 
 
+def changed_q(llama: Path, folder: Path, form: str, changes: dict[str, Any]) -> torch.Tensor:
+    """What the first query matrix of a checkpoint reads as, with some of its stored tensors changed."""
+    write_quantised(llama, folder, form)
+    change(folder, changes)
+    check_folder(folder, manifest.read_folder(folder))
+    tensors = CheckpointTensors(folder)
+    return unpack(tensors.plain[f"{Q}weight"], tensors.read)
+
+
+def test_groups_that_nobody_filled_in_are_those_in_order(llama: Path, tmp_path: Path) -> None:
+    expected = write_quantised(llama, tmp_path / "other", "gptq")
+    zeros = {f"{Q}g_idx": torch.zeros(64, dtype=torch.int32)}
+    assert torch.allclose(
+        changed_q(llama, tmp_path / "quantised", "gptq", zeros), load_file(expected / FILE)[f"{Q}weight"]
+    )
+
+
+def test_a_block_of_zeros_may_have_a_scale_of_zero(llama: Path, tmp_path: Path) -> None:
+    scale = torch.ones(3, 2)
+    scale[0, 0] = 0
+    weight = torch.ones(64, 64)
+    weight[:24, :40] = 0
+    changes = {f"{Q}weight": weight.to(torch.float8_e4m3fn), f"{Q}weight_scale_inv": scale}
+    assert torch.equal(changed_q(llama, tmp_path / "quantised", "fp8", changes), weight)
+
+
+def test_biases_of_zeros_that_a_tool_wrote_beside_all_matrices_are_left_out(llama: Path, tmp_path: Path) -> None:
+    zeros = {f"{Q}bias": torch.zeros(64)}
+    changed_q(llama, tmp_path / "quantised", "gptq", zeros)
+    with pytest.raises(ConfigError, match=r"takes model\.layers\.0\.self_attn\.q_proj\.bias"):
+        changed_q(llama, tmp_path / "other", "gptq", {f"{Q}bias": torch.ones(64)})
+
+
 def test_sets_of_experts_of_gpt_oss(tmp_path: Path) -> None:
     plain = families.make_named("gpt_oss", tmp_path / "plain")
     expected = write_experts(plain, tmp_path / "quantised")
@@ -127,6 +160,12 @@ BROKEN = {
     "a scale of zero": ("fp8", {f"{Q}weight_scale_inv": torch.zeros(3, 2)}, "zero or no number"),
     "a scale that is no number": ("awq", {f"{Q}scales": torch.full((4, 64), torch.nan).half()}, "zero or no number"),
     "an infinite scale": ("nvfp4", {f"{Q}weight_global_scale": torch.tensor([torch.inf])}, "zero or no number"),
+    "an exponent that is no number": (
+        "mxfp4",
+        {f"{Q}weight_scale": torch.full((64, 2), 255, dtype=torch.uint8)},
+        "zero or no number",
+    ),
+    "a matrix twice": ("awq", {f"{Q}weight": torch.ones(64, 64)}, "is stored twice: packed, and plain"),
     "no scale": ("gptq", {f"{Q}scales": None}, "lacks .*q_proj.scales"),
     "no zero points": ("gptq", {f"{Q}qzeros": None}, "lacks .*q_proj.qzeros"),
     "scales of another shape": ("fp8", {f"{Q}weight_scale_inv": torch.ones(2, 2)}, r"is F32 \[2, 2\]"),
