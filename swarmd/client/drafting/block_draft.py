@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from swarmd.client.drafting.draft_block import DraftBlock
-from swarmd.client.drafting.speculation import N_MEASURED
+from swarmd.client.drafting.recent_median import RecentMedian
 from swarmd.protocol.models.draft import HEAD_WIDTH
 
 logger = logging.getLogger(__name__)
@@ -32,12 +30,12 @@ class BlockModel:
         self.block = block
         self.dtype = block.head.weight.dtype
         self._embed = embed
-        self._durations_s: deque[float] = deque(maxlen=N_MEASURED)
+        self._token_s = RecentMedian()
 
     @property
     def each_s(self) -> float:
         """Seconds of a token, 0 before one was measured."""
-        return statistics.median(self._durations_s) if self._durations_s else 0.0
+        return self._token_s.value
 
     def embed(self, tokens: Sequence[int]) -> torch.Tensor:
         """Embeddings [1, t, e]."""
@@ -45,7 +43,7 @@ class BlockModel:
 
     def note(self, took_s: float) -> None:
         """A token took so long."""
-        self._durations_s.append(took_s)
+        self._token_s.add(took_s)
 
 
 @dataclass(slots=True)

@@ -8,13 +8,13 @@ decoding (Leviathan et al. 2023, section 2) without a second draw, so what is ch
 from __future__ import annotations
 
 import logging
-import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from swarmd.client.drafting.recent_median import RecentMedian
 from swarmd.client.drafting.source import DraftSource
 from swarmd.plan.chains.flight import (
     MOST_AHEAD,
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-N_MEASURED = 9  # passes whose median counts: a repair takes as long as a hundred passes
 EACH_ASSUMED = 0.2  # of what a pass computes, for each token more, until that is measured: what four rows cost a CPU
 GRANTED = 0.5  # passes that tries may cost before one has paid
 GRANTED_SHARE = 0.02  # of all passes so far that they may cost beside: a text can begin to repeat itself late
@@ -64,12 +63,12 @@ class Costs:
     """What a pass takes by the number of its tokens, measured on the same chain; for all answers that go through it."""
 
     def __init__(self) -> None:
-        self._single_s = _Median()
-        self._extra_s = _Median()
-        self._hop_s = _Median()
-        self._hop_extra_s = _Median()
-        self._computing_s = _Median()
-        self._here_s = _Median()
+        self._single_s = RecentMedian()
+        self._extra_s = RecentMedian()
+        self._hop_s = RecentMedian()
+        self._hop_extra_s = RecentMedian()
+        self._computing_s = RecentMedian()
+        self._here_s = RecentMedian()
 
     @property
     def one_s(self) -> float:
@@ -110,22 +109,6 @@ class Costs:
             self._single_s.add(seconds)
         elif self._single_s.is_known:
             self._extra_s.add(max(0.0, seconds - self.one_s) / n_more)
-
-
-class _Median:
-    """The median of the last N_MEASURED values; 0 before the first."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=N_MEASURED)
-        self.value = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        return bool(self._values)
-
-    def add(self, value: float) -> None:
-        self._values.append(value)
-        self.value = statistics.median(self._values)
 
 
 @dataclass(frozen=True, slots=True)

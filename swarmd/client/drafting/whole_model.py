@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import DynamicCache
 
-from swarmd.client.drafting.speculation import N_MEASURED
+from swarmd.client.drafting.recent_median import RecentMedian
 from swarmd.compute.linear.kernels import choose_kernel
 from swarmd.compute.model.ends import all_look_back
 from swarmd.compute.model.skeleton import load_whole, longest_context, text_config
@@ -39,12 +37,12 @@ class DraftModel:
             raise ConfigError(f"the {self.model.config.model_type} family cannot be a draft: its caches forget tokens")
         self.max_tokens = longest_context(self.model.config)
         self._n_tokens = n_tokens
-        self._durations_s: deque[float] = deque(maxlen=N_MEASURED)
+        self._token_s = RecentMedian()
 
     @property
     def each_s(self) -> float:
         """Seconds of a token, 0 before one was measured."""
-        return statistics.median(self._durations_s) if self._durations_s else 0.0
+        return self._token_s.value
 
     @torch.inference_mode()
     def read(self, tokens: list[int], cache: DynamicCache) -> tuple[int, float, int]:
@@ -54,7 +52,7 @@ class DraftModel:
         chances = out.logits[0, -1, : self._n_tokens].float().softmax(-1)
         best = chances.topk(2)
         if len(tokens) <= 2:  # what was proposed last, or that and what was right instead
-            self._durations_s.append(time.perf_counter() - started_at)
+            self._token_s.add(time.perf_counter() - started_at)
         token, second = best.indices.tolist()
         return token, float(best.values[0]), second
 
