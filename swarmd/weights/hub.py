@@ -191,21 +191,20 @@ class HubFile:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        url, reason = self._url, ""
+        reason = ""
         for n_tried in range(MOST_TRIES):
             try:
-                response = self._client.head(url, headers=headers, follow_redirects=False)
+                response = self._client.head(self._url, headers=headers, follow_redirects=False)
+                if response.is_redirect and "X-Linked-Size" not in response.headers:
+                    response = self._client.head(self._url, headers=headers)  # httpx keeps tokens from other hosts
             except httpx.HTTPError as error:
                 raise Unreachable(f"the hub does not give {self._name}: {error}") from None
-            if response.status_code == 200 or (response.is_redirect and "X-Linked-Size" in response.headers):
+            if response.status_code == 200 or response.is_redirect:
                 return response.headers
             reason = f"it answers {response.status_code}"
-            if response.is_redirect:
-                url = str(response.url.join(response.headers["Location"]))
-            elif _is_busy(response.status_code):
-                time.sleep(BACK_OFF_S * 2**n_tried)
-            else:
+            if not _is_busy(response.status_code):
                 break
+            time.sleep(BACK_OFF_S * 2**n_tried)
         raise Unreachable(f"the hub does not give {self._name}: {reason}")
 
     def _open(self, start: int) -> Iterator[bytes]:
