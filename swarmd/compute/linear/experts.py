@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from swarmd.compute.linear.layers import quantise_layer
-
-SIDE = 16  # numbers that kernels of 8 bits read together, along the inputs
+from swarmd.plan.chains.memory import INT8_GROUP
 
 
 class QuantisedExperts(nn.Module):
@@ -22,7 +21,7 @@ class QuantisedExperts(nn.Module):
     def __init__(self, experts: Any, kind: str) -> None:
         super().__init__()
         self._n_experts = len(experts.down_proj)
-        self.enter = _split(experts, "gate_up_proj" if experts.has_gate else "up_proj", kind)
+        self.enter = _split(experts, _name_of_entry(experts), kind)
         self.leave = _split(experts, "down_proj", kind)
         self.rest = experts  # its activation and, in some families, a norm: no matrices any more
 
@@ -60,9 +59,14 @@ def is_set_of_experts(module: nn.Module) -> bool:
     """Is it one that transformers computes by any implementation, with matrices that kernels of few bits take?"""
     if not hasattr(module, "_is_expert_parallel") or not hasattr(module, "is_transposed"):
         return False
-    found = [getattr(module, name, None) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
+    found = [getattr(module, name, None) for name in (_name_of_entry(module), "down_proj")]
     along = 1 if module.is_transposed else 2
-    return all(isinstance(w, nn.Parameter) and w.ndim == 3 and w.shape[along] % SIDE == 0 for w in found)
+    return all(isinstance(w, nn.Parameter) and w.ndim == 3 and w.shape[along] % INT8_GROUP == 0 for w in found)
+
+
+def _name_of_entry(experts: Any) -> str:
+    """What the first of a set's two tensors is called."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 def _split(experts: Any, name: str, kind: str) -> nn.ModuleList:

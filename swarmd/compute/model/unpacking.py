@@ -143,8 +143,8 @@ def _small_floats(plain: PlainTensor, parts: Parts) -> Pieces:
     """compressed-tensors' NVFP4 and MXFP4; NVFP4's scale of the tensor divides."""
     of_all = parts["global"].float() if "global" in parts else torch.ones(1)
     for rows in _row_pieces(*plain.shape):
-        scale = (_read_scale(parts["scale"][rows]) / of_all).repeat_interleave(plain.block[1], 1)
-        yield rows, _read_small_floats(parts["weight"][rows]) * scale
+        scale = _read_scale(parts["scale"][rows]) / of_all
+        yield rows, _read_small_floats(parts["weight"][rows]) * _along(scale, plain)
 
 
 def _packed(plain: PlainTensor, parts: Parts) -> Pieces:
