@@ -6,9 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from swarmd.protocol.models import manifest
 from swarmd.weights.hub import Hub
 from swarmd.weights.library import Library
 from tests import checkpoints
+from tests.played_hub import HubHandler, served
 from tests.quantised_files import write_quantised
 
 COMMIT = "c0ffee"
@@ -43,10 +42,10 @@ class PlayedHub:
         self.hashes: dict[str, str] = {}  # that it promises, where they are not the right ones
         self.is_gone = False
 
-    def handler(self) -> type[BaseHTTPRequestHandler]:
+    def handler(self) -> type[HubHandler]:
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(HubHandler):
             def _find(self) -> Path | None:
                 path = hub.folder / Path(self.path).name
                 if path.is_file() and not hub.is_gone and self.path.startswith(f"/org/name/resolve/{COMMIT}/"):
@@ -68,19 +67,12 @@ class PlayedHub:
                 path = self._find()
                 if path is None:
                     return
-                matches = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
-                assert matches is not None
-                data = path.read_bytes()[int(matches[1]) : int(matches[2]) + 1]
-                self.send_response(206)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
+                data = self.begin_range(path)
                 if path.name not in hub.n_sent:
                     data = data[:BREAKS_AFTER]
                     self.close_connection = True
                 hub.n_sent[path.name] = hub.n_sent.get(path.name, 0) + len(data)
                 self.wfile.write(data)
-
-            def log_message(self, *args: Any) -> None: ...
 
         return Handler
 
@@ -101,11 +93,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedHub]:
         return str(settings)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with ThreadingHTTPServer(("127.0.0.1", 0), played.handler()) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with served(played.handler(), monkeypatch):
         yield played
-        server.shutdown()
 
 
 def split(folder: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +17,8 @@ from swarmd.weights import folder as files
 from swarmd.weights.fetch import Fetch
 from swarmd.weights.folder import ModelFolder
 from swarmd.weights.hub import HUB, Hub, open_client
+from tests import played_hub
+from tests.played_hub import HubHandler
 from tests.weights.conftest import N_BLOCKS
 
 SOURCE = "org/name@c0ffee"
@@ -31,28 +30,18 @@ def served(full_model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Serves the checkpoint as the hub does; yields how many bytes each answer had."""
     sent: list[int] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(HubHandler):
         def do_GET(self) -> None:
             path = full_model.folder / Path(self.path.removeprefix("/org/name/resolve/c0ffee/")).name
             if not self.path.startswith("/org/name/resolve/c0ffee/") or not path.is_file():
                 self.send_error(404)
                 return
-            matches = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
-            assert matches is not None
-            data = path.read_bytes()[int(matches[1]) : int(matches[2]) + 1]
-            self.send_response(206)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
+            data = self.begin_range(path)
             self.wfile.write(data)
             sent.append(len(data))
 
-        def log_message(self, *args: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with played_hub.served(Handler, monkeypatch):
         yield sent
-        server.shutdown()
 
 
 def fetch_of(target: ModelFolder, groups: frozenset[int], source: str = SOURCE) -> Fetch:
