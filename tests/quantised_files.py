@@ -178,6 +178,66 @@ def nvfp4(weight: torch.Tensor) -> Written:
     }, plain
 
 
+def _table(n: int) -> torch.Tensor:
+    """Numbers from -1 to 1, denser around zero, which is one of them; in no even steps, as bitsandbytes' own."""
+    steps = torch.linspace(-1, 1, n + 1)[1:]
+    return steps.abs().pow(1.5) * steps.sign()
+
+
+def _nearest_of(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (values[..., None] - table).abs().argmin(-1)
+
+
+def looked_up(is_nested: bool, size: int = 64) -> Callable[[torch.Tensor], Written]:
+    """bitsandbytes' 4 bits, in blocks of the flattened matrix; the largest of each may be of 8 bits themselves."""
+
+    def write(weight: torch.Tensor) -> Written:
+        table, blocks = _table(16), weight.reshape(-1, size)
+        largest = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": [*weight.shape]}
+        tensors = {"weight.quant_map": table, "weight.absmax": largest}
+        if is_nested:
+            outer_table, offset, outer_size = _table(256), float(largest.mean()), 24
+            rest = largest - offset
+            parts = list(rest.split(outer_size))
+            outer = torch.stack([part.abs().max() for part in parts])
+            codes = torch.cat([_nearest_of(part / top, outer_table) for part, top in zip(parts, outer, strict=True)])
+            largest = outer_table[codes] * outer[torch.arange(len(codes)) // outer_size] + offset
+            tensors |= {"weight.absmax": codes.to(torch.uint8)}
+            tensors |= {"weight.nested_absmax": outer, "weight.nested_quant_map": outer_table}
+            state |= {"nested_blocksize": outer_size, "nested_offset": offset, "nested_dtype": "float32"}
+        codes = _nearest_of(blocks / largest[:, None], table)
+        tensors["weight"] = ((codes[:, 0::2] << 4) | codes[:, 1::2]).to(torch.uint8).reshape(-1, 1)
+        tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+        return tensors, (table[codes] * largest[:, None]).view(weight.shape)
+
+    return write
+
+
+def in_parts_of_127(weight: torch.Tensor) -> Written:
+    largest = weight.abs().amax(1)
+    values = (weight / largest[:, None] * 127).round()
+    tensors = {"weight": values.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, values * largest[:, None] / 127
+
+
+def torchao(group: int, kind: torch.dtype) -> Callable[[torch.Tensor], Written]:
+    """torchao's int8 and FP8, with a scale for each group of a row."""
+
+    def write(weight: torch.Tensor) -> Written:
+        groups = weight.unflatten(1, (-1, group))
+        top = 448 if kind.is_floating_point else 127
+        scale = groups.abs().amax(2) / top
+        values = groups / scale[..., None]
+        values = values.to(kind) if kind.is_floating_point else values.round().to(kind)
+        tensors = {"_weight_qdata": values.flatten(1), "_weight_scale": scale}
+        if not kind.is_floating_point:
+            tensors["_weight_zero_point"] = torch.zeros(scale.shape, dtype=torch.int8)
+        return tensors, (values.float() * scale[..., None]).flatten(1)
+
+    return write
+
+
 def _group(**weights: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
@@ -212,6 +272,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Written]]] = {
     ),
     "mxfp4": (_group(num_bits=4, type="float", group_size=32), mxfp4),
     "nvfp4": (_group(num_bits=4, type="float", group_size=16), nvfp4),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, looked_up(is_nested=False)),
+    "nf4, nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, looked_up(is_nested=True)),
+    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, in_parts_of_127),
+    "torchao int8": ({"quant_method": "torchao"}, torchao(GROUP, torch.int8)),
+    "torchao fp8": ({"quant_method": "torchao"}, torchao(64, torch.float8_e4m3fn)),
 }
 
 

@@ -195,7 +195,7 @@ def _describe_quantised(read: Manifest) -> str:
     import json
 
     from swarmd.plan.chains.memory import group_bytes
-    from swarmd.protocol.models.quantised import read_scheme
+    from swarmd.protocol.models.scheme import read_scheme
 
     scheme = read_scheme(json.loads(read.config))
     if scheme is None:

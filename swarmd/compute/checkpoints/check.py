@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ from swarmd.compute.llama_cpp.packed import check_packed
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
 from swarmd.compute.model.plain_config import building, read_config
-from swarmd.compute.model.unpacking import check_scales
+from swarmd.compute.model.unpacking import check_scales, shaped
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import shards
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, lora_of, name_of_module
 from swarmd.protocol.models.configuration import PACKED
 from swarmd.protocol.models.manifest import Manifest, entry_groups, plain_tensors
 from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout
-from swarmd.protocol.models.quantised import GPTQ, PlainTensor
+from swarmd.protocol.models.quantised import PlainTensor
+from swarmd.protocol.models.scheme import GPTQ
 from swarmd.values import some_of
 
 LEFTOVERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$|^(model\.)?mtp\.")
@@ -60,20 +62,23 @@ def check_folder(folder: Path, manifest: Manifest, holds_weights: bool = True) -
     layout = rehearse(folder, config)
     hollow = _build_without_numbers(folder, config)
     skeleton.decoder_layers(hollow)
-    plain = plain_tensors(manifest)
+    stored = CheckpointTensors(folder) if holds_weights else None
+    plain = [shaped(tensor, stored.read) if stored else tensor for tensor in plain_tensors(manifest)]
     targets = skeleton.target_names(hollow, [tensor.name for tensor in plain])
     state = hollow.state_dict()
+    if stored is None:
+        plain = [_shaped_by_config(tensor, state.get(targets[tensor.name])) for tensor in plain]
     settings = skeleton.text_config(config)
     used_names = {tensor.name for tensor in plain if targets[tensor.name] in state}
     tensors = [tensor for tensor in plain if tensor.name in used_names or not _is_leftover(tensor, settings)]
-    if holds_weights:
-        tensors = _without_idle_biases(folder, tensors, used_names)
+    if stored:
+        tensors = _without_idle_biases(stored, tensors, used_names)
     _check_kinds(folder, tensors, targets, state)
     _check_experts(folder, tensors, targets)
     _check_fit(folder, config, type(hollow), tensors)
     _check_groups(folder, config, manifest, tensors)
-    if holds_weights:
-        _check_scales(folder)
+    if stored:
+        _check_scales(folder, stored)
     return layout
 
 
@@ -119,13 +124,19 @@ def _is_leftover(tensor: PlainTensor, settings: Any) -> bool:
     return block is not None and n_blocks <= int(block[1]) < n_blocks + n_predictors
 
 
-def _without_idle_biases(folder: Path, tensors: list[PlainTensor], used_names: set[str]) -> list[PlainTensor]:
+def _shaped_by_config(tensor: PlainTensor, target: torch.Tensor | None) -> PlainTensor:
+    """A tensor whose shape only its numbers tell, in the one that the configuration gives it; servers see the other."""
+    if "state" in tensor.parts and target is not None and tensor.shape == (target.numel(),):
+        return replace(tensor, shape=tuple(target.shape))
+    return tensor
+
+
+def _without_idle_biases(
+    stored: CheckpointTensors, tensors: list[PlainTensor], used_names: set[str]
+) -> list[PlainTensor]:
     """Leave out biases of zeros that no part of the model takes: GPTQ's tools write one beside each matrix."""
     packed = {tensor.name.removesuffix("weight") for tensor in tensors if tensor.rule == GPTQ}
     idle = [t.name for t in tensors if t.name not in used_names and t.name.removesuffix("bias") in packed]
-    if not idle:
-        return tensors
-    stored = CheckpointTensors(folder)
     zeros = {name for name in idle if not bool(stored.read(name).any())}
     return [tensor for tensor in tensors if tensor.name not in zeros]
 
@@ -232,9 +243,8 @@ def _check_fit(
         raise ConfigError(f"{folder}: {name} is {tuple(shape)}, and by config.json it is {tuple(expected)}")
 
 
-def _check_scales(folder: Path) -> None:
+def _check_scales(folder: Path, tensors: CheckpointTensors) -> None:
     """Refuse scales of quantised weights that are no numbers: what they scale is lost. Raises ConfigError."""
-    tensors = CheckpointTensors(folder)
     for tensor in tensors.plain.values():
         if tensor.rule:
             try:

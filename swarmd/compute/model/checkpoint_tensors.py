@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from swarmd.compute.model.unpacking import UnpackedTensor
+from swarmd.compute.model.unpacking import UnpackedTensor, shaped
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.models import manifest, quantised
 from swarmd.protocol.models.quantised import PlainTensor, Stored
+from swarmd.protocol.models.scheme import read_scheme
 
 
 class CheckpointTensors:
@@ -25,14 +26,15 @@ class CheckpointTensors:
         self._folder = folder
         self._files = weight_map(folder)
         self._handles: dict[str, Any] = {}
-        scheme = quantised.read_scheme(manifest.read_config(folder))
+        scheme = read_scheme(manifest.read_config(folder))
         if scheme is None:
             self.plain = {name: PlainTensor(name, "", ()) for name in self._files}
             return
         try:
             stored = (Stored(name, self._slice(name).get_dtype(), self._shape(name)) for name in self._files)
-            self.plain = {tensor.name: tensor for tensor in quantised.plain_tensors(scheme, stored)}
-        except IntegrityError as error:
+            plain = (shaped(tensor, self.read) for tensor in quantised.plain_tensors(scheme, stored))
+            self.plain = {tensor.name: tensor for tensor in plain}
+        except (IntegrityError, ConfigError) as error:
             raise ConfigError(f"{folder}: {error}") from None
 
     def open(self, name: str, dtype: torch.dtype) -> Any:
@@ -63,7 +65,7 @@ class CheckpointTensors:
 
 def is_quantised(folder: Path) -> bool:
     """Are weights of a checkpoint quantised as they were published? Raises ConfigError."""
-    return quantised.read_scheme(manifest.read_config(folder)) is not None
+    return read_scheme(manifest.read_config(folder)) is not None
 
 
 def weight_map(folder: Path) -> dict[str, str]:

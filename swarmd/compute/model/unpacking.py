@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import isfinite, prod
 from typing import Any
 
+import msgspec
 import torch
 
 from swarmd.errors import ConfigError
-from swarmd.protocol.models.quantised import AWQ, GPTQ, WORD_BITS, PlainTensor
+from swarmd.protocol.models.quantised import WORD_BITS, PlainTensor
+from swarmd.protocol.models.scheme import AWQ, GPTQ
 
 SCALES = re.compile(r"[._](weight_scale_inv|weight_scale|weight_global_scale|scales?|scale_inv|qscale_weight)$")
 SCALE_DTYPES = {
@@ -32,6 +36,15 @@ EXPONENT_BIAS = 127  # of a scale that is a byte: the power of two of float32
 NO_NUMBER = 255  # of such a scale
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each value of a word, the lowest bits first
 PIECE = 1 << 22  # numbers that are made at a time: 16 MB in float32, and some of these
+
+
+class LookUp(msgspec.Struct):
+    """What bitsandbytes writes beside a weight of 4 bits: its shape, and how many numbers share their largest."""
+
+    shape: list[int]
+    blocksize: int
+    nested_blocksize: int = 1
+    nested_offset: float = 0.0
 
 
 class UnpackedTensor:
@@ -65,6 +78,26 @@ def unpack(plain: PlainTensor, read: Read, dtype: torch.dtype = torch.float32) -
     return made
 
 
+def shaped(plain: PlainTensor, read: Read) -> PlainTensor:
+    """A tensor with its shape, where only what it is made of tells that. Raises ConfigError."""
+    if "state" not in plain.parts:
+        return plain
+    return replace(plain, shape=tuple(_read_look_up(plain, read(plain.parts["state"])).shape))
+
+
+def _read_look_up(plain: PlainTensor, state: torch.Tensor) -> LookUp:
+    name = plain.parts["state"]
+    try:
+        look_up = msgspec.json.decode(bytes(state.tolist()), type=LookUp)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    sizes = (*look_up.shape, look_up.blocksize, look_up.nested_blocksize)
+    is_right = len(look_up.shape) == 2 and min(sizes) > 0 and isfinite(look_up.nested_offset)
+    if not is_right or prod(look_up.shape) != prod(plain.shape):
+        raise ConfigError(f"{name} says {look_up}, and {plain.parts['weight']} holds {prod(plain.shape)} numbers")
+    return look_up
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
@@ -73,6 +106,8 @@ def check_scales(plain: PlainTensor, read: Read) -> None:
     for role in ("scale", "global"):
         if role in plain.parts:
             _check_numbers(plain.parts[role], read(plain.parts[role]), lambda: _loses_nothing(plain, read))
+    if "largest" in plain.parts:
+        _check_largest(plain, read)
     if "shape" in plain.parts and tuple(read(plain.parts["shape"]).tolist()) != plain.shape:
         raise ConfigError(
             f"{plain.parts['shape']} says {read(plain.parts['shape']).tolist()}, and {plain.parts['weight']} holds "
@@ -82,6 +117,16 @@ def check_scales(plain: PlainTensor, read: Read) -> None:
         group, n_groups = read(plain.parts["group"]), len(read(plain.parts["scale"]))
         if not bool(((group >= 0) & (group < n_groups)).all()):
             raise ConfigError(f"{plain.parts['group']} names groups beyond the {n_groups} that there are")
+
+
+def _check_largest(plain: PlainTensor, read: Read) -> None:
+    """Refuse what does not fit, and what is no number; a row or block of zeros has a largest of zero."""
+    if "format" in plain.parts and bool(read(plain.parts["format"]).any()):
+        raise ConfigError(f"{plain.parts['format']} says that rows are not one after the other: not read")
+    parts = {role: read(name) for role, name in plain.parts.items()}
+    largest = _read_largest(plain, parts) if "state" in parts else parts["largest"]
+    if not bool(largest.isfinite().all()):
+        raise ConfigError(f"{plain.parts['largest']} holds no number: what it scales is lost")
 
 
 def check_stored_scales(name: str, kind: str, data: bytes) -> None:
@@ -192,6 +237,38 @@ def _awq(plain: PlainTensor, parts: Parts) -> Pieces:
         yield (slice(None), inputs), numbers.T
 
 
+def _in_parts_of_127(plain: PlainTensor, parts: Parts) -> Pieces:
+    """bitsandbytes' 8 bits (LLM.int8)."""
+    for rows in _row_pieces(*plain.shape):
+        yield rows, parts["weight"][rows].float() * (parts["largest"][rows, None] / 127)
+
+
+def _looked_up(plain: PlainTensor, parts: Parts) -> Pieces:
+    """bitsandbytes' NF4 and FP4: the upper half of a byte first, blocks of the matrix as one row."""
+    n_out, n_in = plain.shape
+    stored = parts["weight"].flatten()
+    largest = _read_largest(plain, parts)
+    size = _read_look_up(plain, parts["state"]).blocksize
+    for rows in _row_pieces(n_out, n_in, 2):
+        start, stop = rows.start * n_in, rows.stop * n_in
+        codes = torch.stack([stored[start // 2 : -(-stop // 2)] >> 4, stored[start // 2 : -(-stop // 2)] & 15], -1)
+        numbers = parts["table"][codes.flatten()[: stop - start].int()]
+        yield rows, (numbers * largest[torch.arange(start, stop) // size]).view(-1, n_in)
+
+
+def _read_largest(plain: PlainTensor, parts: Parts) -> torch.Tensor:
+    """The largest number of each block: these may be of 8 bits, looked up and scaled alike. Raises ConfigError."""
+    look_up = _read_look_up(plain, parts["state"])
+    largest = parts["largest"]
+    n_blocks, n_outer = -(-prod(plain.shape) // look_up.blocksize), -(-len(largest) // look_up.nested_blocksize)
+    if len(largest) != n_blocks or ("outer largest" in parts and len(parts["outer largest"]) != n_outer):
+        raise ConfigError(f"{plain.parts['largest']} has {len(largest)} blocks, and {plain.parts['state']} {n_blocks}")
+    if "outer largest" not in parts:
+        return largest
+    outer = parts["outer largest"].repeat_interleave(look_up.nested_blocksize)[: len(largest)]
+    return parts["outer table"][largest.int()] * outer + look_up.nested_offset
+
+
 RULES: dict[str, Callable[[PlainTensor, Parts], Pieces]] = {
     "scaled": _scaled,
     "experts": _experts,
@@ -199,6 +276,8 @@ RULES: dict[str, Callable[[PlainTensor, Parts], Pieces]] = {
     "packed": _packed,
     GPTQ: _gptq,
     AWQ: _awq,
+    "looked up": _looked_up,
+    "in parts of 127": _in_parts_of_127,
 }
 
 

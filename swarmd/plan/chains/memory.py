@@ -73,9 +73,12 @@ def group_bytes(
         for tensor in plain_tensors(manifest):
             group = groups[tensor.parts.get("weight", tensor.name)]
             is_block = group != manifest.n_blocks
+            shape = tensor.shape
+            if "state" in tensor.parts:  # that says which shape the numbers have: one that suits any bits
+                shape = (INT4_ROWS, shape[0] // INT4_ROWS)
             bits = "none"
             if is_block:
-                bits = loaded_bits(tensor.name, tensor.shape, quantize, family, shrinks_experts)
+                bits = loaded_bits(tensor.name, shape, quantize, family, shrinks_experts)
             n_bytes[group] += tensor_bytes(tensor.shape, dtype, bits)
     return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swarmd.errors import IntegrityError
-from swarmd.protocol.models import quantised
+from swarmd.protocol.models import scheme
 from swarmd.protocol.models.model_layout import ModelLayout, read_layout
 
 ADAPTER = "swarmd-adapter"
@@ -47,7 +47,7 @@ KINDS_OF_BLOCKS = ("layers_block_type", "layer_types")
 """Lists with a kind for each block, by which some families say how many there are."""
 CODE = ("auto_map", "custom_pipelines")
 """Of the author's own, beside the weights: never looked at. Families that transformers knows need none."""
-PACKAGES = (*quantised.FIELDS, "sparsity_config")
+PACKAGES = (*scheme.FIELDS, "sparsity_config")
 PLACES = ("tokenizer_class", "processor_class", "name_or_path", "kernel_config", "use_kernels", "id2label", "label2id")
 FLOATS = {f'{{"__float__": "{name}"}}': float(name) for name in ("Infinity", "-Infinity", "NaN")}
 """transformers' own way to write what JSON has no number for."""
@@ -71,8 +71,8 @@ def check(config: Any) -> dict[str, Any]:
         if config.get("num_hidden_layers") != 0:
             raise IntegrityError("the state of a run has no blocks")
         return config
-    _check_value(config, depth=0, room=[MAX_VALUES])
-    quantised.read_scheme(config)
+    _check_value(config, depth=0, room=[MAX_VALUES], may_be_quantised=True)
+    scheme.read_scheme(config)
     count_blocks(config)
     return config
 
@@ -119,13 +119,13 @@ def rebuild_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _rebuild_value(value) for key, value in kept}
 
 
-def _check_value(value: Any, depth: int, room: list[int], is_scheme: bool = False) -> None:
-    """Refuse what is too large, too deep or too much, at whatever depth."""
+def _check_value(value: Any, depth: int, room: list[int], may_be_quantised: bool = False) -> None:
+    """Refuse what is too large, too deep or too much, at whatever depth; quantised parts where no reader looks."""
     room[0] -= 1
     if depth > MAX_DEPTH or room[0] < 0:
         raise IntegrityError(f"a configuration of more than {MAX_DEPTH} levels or {MAX_VALUES} values")
     if isinstance(value, dict):
-        package = next((key for key in PACKAGES if depth and not is_scheme and value.get(key)), None)
+        package = next((key for key in PACKAGES if not may_be_quantised and value.get(key)), None)
         if package:
             raise IntegrityError(f"a part of the model is quantised ({package} inside another section): not read")
         for key, limit in LIMITS.items():
@@ -135,10 +135,11 @@ def _check_value(value: Any, depth: int, room: list[int], is_scheme: bool = Fals
             if len(numbers) > LIMITS["num_layers"] or not are_whole:
                 raise IntegrityError(f"{key} is {str(value[key])[:40]}, expected a whole number up to {limit}")
         for key, below in value.items():
-            _check_value(below, depth + 1, room, is_scheme or (not depth and key in quantised.FIELDS))
+            is_looked_at = key in scheme.FIELDS or (not depth and key in scheme.SECTIONS)
+            _check_value(below, depth + 1, room, may_be_quantised and is_looked_at)
     elif isinstance(value, list):
         for below in value:
-            _check_value(below, depth + 1, room, is_scheme)
+            _check_value(below, depth + 1, room)
 
 
 def _is_whole(value: Any, limit: int) -> bool:

@@ -23,6 +23,7 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.protocol.models import configuration, quantised, shards
 from swarmd.protocol.models.model_layout import EACH_LAYER, ModelLayout, write_layout
 from swarmd.protocol.models.quantised import PlainTensor, Stored
+from swarmd.protocol.models.scheme import read_scheme
 from swarmd.protocol.models.shards import Readable
 from swarmd.protocol.untrusted import decode
 from swarmd.text_files import decode_text
@@ -109,7 +110,7 @@ def layout_of(manifest: Manifest) -> ModelLayout:
 def plain_tensors(manifest: Manifest) -> list[PlainTensor]:
     """The tensors as the model takes them, where they are quantised in the files, too. Raises IntegrityError."""
     stored = (Stored(tensor.name, tensor.dtype, tensor.shape) for tensor in manifest.tensors)
-    return quantised.plain_tensors(quantised.read_scheme(json.loads(manifest.config)), stored)
+    return quantised.plain_tensors(read_scheme(json.loads(manifest.config)), stored)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -331,7 +332,7 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
     # each token is the decoder's, and so is all that stands where both an embedding and the blocks do.
     vocabulary = configuration.read_vocabulary(config)
     around = [tensor for tensor in manifest.tensors if not tensor.name.startswith(best)]
-    rows = {tensor.name for tensor in around if vocabulary and tensor.shape[:1] == (vocabulary,)}
+    rows = {_module(tensor.name) for tensor in around if vocabulary and tensor.shape[:1] == (vocabulary,)}
     places = [best[: at + 1] for at in range(len(best)) if best[at] == "."]
     decoder = max((place for place in places if any(name.startswith(place) for name in rows)), key=len, default="")
 
@@ -339,7 +340,7 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
         number = name[len(best) :].split(".")[0] if name.startswith(best) else ""
         if number.isdecimal():
             return layout.block_of(int(number)) if int(number) < n_layers else None
-        return manifest.n_blocks if name in rows or name.startswith(decoder) else None
+        return manifest.n_blocks if _module(name) in rows or name.startswith(decoder) else None
 
     of_files = [manifest.n_blocks] * len(manifest.files)
     of_tensors = [group(tensor.name) for tensor in manifest.tensors]
@@ -347,6 +348,11 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
 
 
 # --- small things ------------------------------------------------------------------------------------------------
+
+
+def _module(name: str) -> str:
+    """Whose tensor it is: scales and zero points lie beside what they scale."""
+    return name.rpartition(".")[0]
 
 
 def _check_entry(entry: Entry) -> None:

@@ -1,31 +1,38 @@
 """Safetensors whose weights are quantised as they are published: which tensors of the files make one of the model's.
 
 Names, kinds and shapes only; ``compute.model.unpacking`` makes the numbers. The layouts are those that the formats' own
-tools write: transformers' FP8 and MXFP4, compressed-tensors, GPTQ, AWQ. A weight counts as quantised by the tensors
-that lie beside it, so that modules which were left out need not be named.
+tools write: transformers' FP8 and MXFP4, compressed-tensors, GPTQ, AWQ, bitsandbytes, torchao. A weight counts as
+quantised by the tensors that lie beside it, so that modules which were left out need not be named.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from swarmd.errors import IntegrityError
+from swarmd.protocol.models.scheme import (
+    AWQ,
+    BITSANDBYTES,
+    FP8,
+    GPTQ,
+    GPTQ_BITS,
+    MXFP4,
+    TORCHAO,
+    Scheme,
+)
 
-FIELDS = ("quantization_config", "compression_config")
-"""Under which a configuration says so; the second is an older name of compressed-tensors' own."""
-FP8, MXFP4, GPTQ, AWQ, COMPRESSED = "fp8", "mxfp4", "gptq", "awq", "compressed-tensors"
-METHODS = (FP8, MXFP4, GPTQ, AWQ, COMPRESSED)
 WORD_BITS = 32  # of the whole numbers that small ones are packed into
-GPTQ_BITS = (2, 3, 4, 8)
-PACKED_BITS = (2, 4, 8)  # of compressed-tensors; versions pack 3, 5, 6 and 7 bits differently, under the same name
 MX_GROUP = 32  # values that share an exponent
 NV_GROUP = 16  # values that share a scale of 8 bits
 FLOATS: tuple[str, ...] = ("F8_E4M3", "F8_E5M2")
 SCALES = ("F32", "F16", "BF16")
 EXPONENTS: tuple[str, ...] = ("F8_E8M0", "U8")  # scales that are powers of two
+TABLE_SIZE, OUTER_TABLE_SIZE = 16, 256  # numbers that 4 and 8 bits of bitsandbytes look up
+MAX_STATE_BYTES = 4_096  # of JSON beside such a weight, which has less than 200
 UNUSED = re.compile(
     r"(\.(input_scale|input_zero_point|input_global_scale|output_scale|qscale_act|[qkv]_scale|weight_shape)|"
     r"[._]activation_scale(_inv)?)$"
@@ -46,7 +53,8 @@ class PlainTensor:
     """A tensor as the model takes it, and what it is made of: ``parts`` are names of stored tensors by their role.
 
     ``rule`` says how ("": it is stored as it is), with ``bits`` of a packed value; blocks of ``block`` [rows, columns]
-    share a scale. ``zeros_lag``: zero points are stored one too small.
+    share a scale. ``zeros_lag``: zero points are stored one too small. A weight whose shape is told by what it is made
+    of (``state``) has the shape [numbers] here.
     """
 
     name: str
@@ -57,110 +65,6 @@ class PlainTensor:
     bits: int = 0
     block: tuple[int, int] = (0, 0)
     zeros_lag: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How a checkpoint's weights are quantised."""
-
-    method: str
-    bits: int = 0
-    block: tuple[int, int] = (0, 0)
-    zeros_lag: bool = False
-    group: int = 0  # inputs of a row that share a scale, where one number says it
-
-
-# --- what the configuration says ---------------------------------------------------------------------------------
-
-
-def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """How a configuration says that the weights are quantised; None for plain ones. Raises IntegrityError."""
-    key = next((key for key in FIELDS if config.get(key)), None)
-    settings = config[key] if key is not None else {}
-    if not isinstance(settings, dict):
-        raise IntegrityError(f"{key} is no JSON object")
-    for sparsity in (config.get("sparsity_config"), settings.get("sparsity_config")):
-        if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
-            raise IntegrityError(
-                "the weights are stored without their zeros (sparsity_config): swarmd takes dense ones"
-            )
-    if settings.get("transform_config"):
-        raise IntegrityError("the weights are for inputs that are rotated (transform_config), which nothing here does")
-    if key is None:
-        return None
-    method = settings.get("quant_method", COMPRESSED if key == FIELDS[1] else None)
-    if method == FP8:
-        return Scheme(FP8, 8, _read_block(settings.get("weight_block_size")))
-    if method == MXFP4:
-        return Scheme(MXFP4, 4)
-    if method == GPTQ:
-        return _read_gptq(settings)
-    if method == AWQ:
-        version = settings.get("version", settings.get("format", "gemm"))
-        _require("AWQ", "version", str(version).lower(), ("gemm",))
-        _require("AWQ", "bits", settings.get("bits", settings.get("w_bit")), (4,))
-        return Scheme(AWQ, 4, group=_read_group(settings.get("group_size", settings.get("q_group_size"))))
-    if method == COMPRESSED:
-        return _read_compressed(settings)
-    raise IntegrityError(
-        f"the weights are quantised already ({key}: {str(method)[:32]}): swarmd reads plain ones and "
-        f"{', '.join(METHODS)}"
-    )
-
-
-def _read_block(size: Any) -> tuple[int, int]:
-    if size is None:
-        return (0, 0)
-    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n <= 2**16 for n in size):
-        return (size[0], size[1])
-    raise IntegrityError(f"weight_block_size is {str(size)[:40]}, expected two whole numbers")
-
-
-def _read_gptq(settings: Mapping[str, Any]) -> Scheme:
-    form = settings.get("checkpoint_format", settings.get("format", "gptq"))
-    _require("GPTQ", "checkpoint_format", form, ("gptq", "gptq_v2"))
-    _require("GPTQ", "pack_dtype", settings.get("pack_dtype", "int32"), ("int32",))
-    _require("GPTQ", "bits", settings.get("bits"), GPTQ_BITS)
-    group = _read_group(settings.get("group_size"))
-    return Scheme(GPTQ, settings["bits"], zeros_lag=form == "gptq", group=group)
-
-
-def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
-    groups = settings.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise IntegrityError("compressed-tensors without config_groups: nothing says how weights are packed")
-    found = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-    weights: list[dict[str, Any]] = [each for each in found if isinstance(each, dict)]
-    if len(weights) != len(groups):
-        raise IntegrityError("a group of compressed-tensors says nothing of its weights")
-    if any(each.get("actorder") not in (None, False, "static", "weight") for each in weights):
-        raise IntegrityError("compressed-tensors with actorder by group: no version that is read today writes it")
-    whole = [each.get("num_bits") for each in weights if each.get("type", "int") == "int"]
-    for bits in whole:
-        _require("compressed-tensors", "num_bits", bits, PACKED_BITS)
-    if len(set(whole)) > 1:
-        raise IntegrityError(f"compressed-tensors with weights of {', '.join(map(str, whole))} bits: one kind is read")
-    block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
-    sizes = {_read_group(each.get("group_size")) for each in weights if each.get("type", "int") == "int"}
-    group = next(iter(sizes)) if len(sizes) == 1 else 0
-    return Scheme(COMPRESSED, int(whole[0] or 0) if whole else 0, _read_block(block), group=group)
-
-
-def _read_group(size: Any) -> int:
-    """How many inputs share a scale; 0 where all of a row do, or nothing is said."""
-    if size is None or size == -1:
-        return 0
-    if type(size) is int and 0 < size <= 2**20:
-        return size
-    raise IntegrityError(f"group_size is {str(size)[:40]}, expected a whole number, or -1")
-
-
-def _require(tool: str, name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if type(value) is not type(allowed[0]) or value not in allowed:
-        raise IntegrityError(f"{tool} with {name} {str(value)[:32]!r}: swarmd reads {', '.join(map(str, allowed))}")
-
-
-# --- which tensors belong together -------------------------------------------------------------------------------
 
 
 def plain_tensors(scheme: Scheme | None, stored: Iterable[Stored]) -> list[PlainTensor]:
@@ -178,12 +82,12 @@ def plain_tensors(scheme: Scheme | None, stored: Iterable[Stored]) -> list[Plain
     return [*made, *rest]
 
 
-def _groups_of(main: Stored, scheme: Scheme, n_groups: int, n_in: int) -> int:
+def _group_size(main: Stored, group: int, n_groups: int, n_in: int) -> int:
     """How many inputs share a scale. Raises IntegrityError where that does not come out."""
-    size = scheme.group if n_groups > 1 and scheme.group else -(-n_in // n_groups) if n_groups else 0
-    is_even = scheme.group > 0 or (n_groups > 0 and n_in % n_groups == 0)
+    size = group if n_groups > 1 and group else -(-n_in // n_groups) if n_groups else 0
+    is_even = group > 0 or (n_groups > 0 and n_in % n_groups == 0)
     if not n_groups or not is_even or -(-n_in // size) != n_groups:
-        raise IntegrityError(f"{main.name} has {n_groups} groups for {n_in} inputs, group_size {scheme.group or None}")
+        raise IntegrityError(f"{main.name} has {n_groups} groups for {n_in} inputs, group_size {group or None}")
     return size
 
 
@@ -194,14 +98,18 @@ def _make(scheme: Scheme, tensor: Stored, by_name: Mapping[str, Stored]) -> Plai
         stem = tensor.name.removesuffix("weight")
         names = (f"{tensor.name}_scale_inv", f"{tensor.name}_scale", f"{stem}scale", f"{stem}qscale_weight")
         found = next((name for name in names if parts.find(name) is not None), None)
-        return _scaled(scheme, parts, found) if found is not None and tensor.dtype in FLOATS else None
+        return _scaled(scheme, parts, tensor.name, found) if found is not None and tensor.dtype in FLOATS else None
     if scheme.method == MXFP4:
         return _experts(parts) if tensor.name.endswith("_blocks") else None
     if scheme.method in (GPTQ, AWQ):
         return _columns(scheme, parts) if tensor.name.endswith(".qweight") else None
+    if scheme.method == BITSANDBYTES:
+        return _looked_up(parts) or _in_parts_of_127(parts)
+    if scheme.method == TORCHAO:
+        return _of_torchao(scheme, parts) if tensor.name.endswith("._weight_qdata") else None
     if tensor.name.endswith(".weight_packed"):
         return _packed(scheme, parts) if tensor.dtype == "I32" else _small_floats(parts)
-    return _scaled(scheme, parts, f"{tensor.name}_scale") if tensor.name.endswith(".weight") else None
+    return _scaled(scheme, parts, tensor.name, f"{tensor.name}_scale") if tensor.name.endswith(".weight") else None
 
 
 class _Parts:
@@ -234,7 +142,7 @@ class _Parts:
             )
 
 
-def _scaled(scheme: Scheme, parts: _Parts, scale_name: str) -> PlainTensor | None:
+def _scaled(scheme: Scheme, parts: _Parts, name: str, scale_name: str) -> PlainTensor | None:
     """8 bits a number, with a scale for the tensor, a row, a group of a row, or a block."""
     main = parts.main
     if parts.find(scale_name) is None or main.dtype not in (*FLOATS, "I8") or len(main.shape) not in (2, 3):
@@ -259,11 +167,60 @@ def _scaled(scheme: Scheme, parts: _Parts, scale_name: str) -> PlainTensor | Non
         shapes.append(found.shape)
     parts.need(scale_name, (*SCALES, *EXPONENTS), *shapes)
     roles = {"weight": main.name, "scale": scale_name}
-    zero_name = f"{main.name}_zero_point"
+    zero_name = f"{scale_name.removesuffix('_scale')}_zero_point"
     if parts.find(zero_name) is not None:
         parts.need(zero_name, ("I8",), found.shape)
         roles["zero"] = zero_name
-    return PlainTensor(main.name, "F32", main.shape, "scaled", roles, 8, block)
+    return PlainTensor(name, "F32", main.shape, "scaled", roles, 8, block)
+
+
+def _of_torchao(scheme: Scheme, parts: _Parts) -> PlainTensor:
+    """torchao's matrices of 8 bits, and of fewer that lie in 8: as others', under names of their own."""
+    stem = parts.main.name.removesuffix("_weight_qdata")
+    made = _scaled(scheme, parts, f"{stem}weight", f"{stem}_weight_scale")
+    if made is None:
+        raise IntegrityError(
+            f"{parts.main.name} is {parts.main.dtype} {list(parts.main.shape)}: of torchao's matrices swarmd reads "
+            f"those of 8 bits (I8, {', '.join(FLOATS)}) with scales beside them (_weight_scale)"
+        )
+    return made
+
+
+def _looked_up(parts: _Parts) -> PlainTensor | None:
+    """bitsandbytes' 4 bits: two numbers of a table a byte, times the largest of their block, which may be 8 bits."""
+    main = parts.main
+    largest = parts.find(f"{main.name}.absmax")
+    if largest is None:
+        return None
+    parts.require("U8", 2)
+    n = main.shape[0] * main.shape[1] * 2
+    roles = {"weight": main.name, "largest": largest.name, "table": f"{main.name}.quant_map"}
+    parts.need(roles["table"], ("F32",), (TABLE_SIZE,))
+    states = [f"{main.name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
+    state = next((found for name in states if (found := parts.find(name)) is not None), None)
+    if state is None or state.dtype != "U8" or len(state.shape) != 1 or state.shape[0] > MAX_STATE_BYTES:
+        raise IntegrityError(f"{main.name} lacks {states[0]}, which says its shape")
+    roles["state"] = state.name
+    parts.need(largest.name, ("F32", "U8"), (math.prod(largest.shape),))
+    if largest.dtype == "U8":
+        outer = parts.find(f"{main.name}.nested_absmax")
+        n_outer = math.prod(outer.shape) if outer is not None else 1
+        roles["outer largest"] = parts.need(f"{main.name}.nested_absmax", ("F32",), (n_outer,)).name
+        roles["outer table"] = parts.need(f"{main.name}.nested_quant_map", ("F32",), (OUTER_TABLE_SIZE,)).name
+    return PlainTensor(main.name, "F32", (n,), "looked up", roles, 4)
+
+
+def _in_parts_of_127(parts: _Parts) -> PlainTensor | None:
+    """bitsandbytes' 8 bits: parts of 127 of the largest of a row."""
+    main = parts.main
+    stem = main.name.removesuffix("weight")
+    if parts.find(f"{stem}SCB") is None or stem == main.name:
+        return None
+    parts.require("I8", 2)
+    roles = {"weight": main.name, "largest": parts.need(f"{stem}SCB", ("F32",), main.shape[:1]).name}
+    if parts.find(f"{stem}weight_format") is not None:
+        roles["format"] = parts.need(f"{stem}weight_format", ("U8", "I64", "I32"), (), (1,)).name
+    return PlainTensor(main.name, "F32", main.shape, "in parts of 127", roles, 8)
 
 
 def _experts(parts: _Parts) -> PlainTensor:
@@ -283,41 +240,61 @@ def _columns(scheme: Scheme, parts: _Parts) -> PlainTensor:
     parts.require("I32", 2)
     stem = parts.main.name.removesuffix("qweight")
     rows, columns = parts.main.shape
-    per_word = WORD_BITS / scheme.bits
+    bits = scheme.bits
+    listed = parts.find(f"{stem}g_idx")
+    if listed is not None and scheme.method == GPTQ:  # a number for each input: matrices may differ in their bits
+        bits = next((n for n in GPTQ_BITS if listed.shape == (rows * WORD_BITS // n,)), bits)
+    per_word = WORD_BITS / bits
     n_in, n_out = (int(rows * per_word), columns) if scheme.method == GPTQ else (rows, int(columns * per_word))
     scale = parts.find(f"{stem}scales")
     n_groups = scale.shape[0] if scale is not None and len(scale.shape) == 2 else 1
     parts.need(f"{stem}scales", SCALES, (n_groups, n_out))
-    parts.need(f"{stem}qzeros", ("I32",), (n_groups, -(-n_out * scheme.bits // WORD_BITS)))
+    parts.need(f"{stem}qzeros", ("I32",), (n_groups, -(-n_out * bits // WORD_BITS)))
     roles = {"weight": parts.main.name, "scale": f"{stem}scales", "zero": f"{stem}qzeros"}
-    block = (1, _groups_of(parts.main, scheme, n_groups, n_in))
-    if parts.find(f"{stem}g_idx") is not None:
+    block = (1, _group_size(parts.main, scheme.group, n_groups, n_in))
+    if listed is not None:
         roles["group"] = parts.need(f"{stem}g_idx", ("I32", "I64"), (n_in,)).name
     shape = (n_out, n_in)
-    return PlainTensor(f"{stem}weight", "F32", shape, scheme.method, roles, scheme.bits, block, scheme.zeros_lag)
+    return PlainTensor(f"{stem}weight", "F32", shape, scheme.method, roles, bits, block, scheme.zeros_lag)
 
 
 def _packed(scheme: Scheme, parts: _Parts) -> PlainTensor:
     """Whole numbers of few bits [out, in], packed along the second."""
     parts.require("I32", 2)
-    if not scheme.bits:
-        raise IntegrityError(f"{parts.main.name} is packed, and config_groups name no bits of whole numbers")
     name = parts.main.name.removesuffix("_packed")
     rows, words = parts.main.shape
-    columns = words * WORD_BITS // scheme.bits
     scale = parts.find(f"{name}_scale")
     n_groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
     parts.need(f"{name}_scale", SCALES, (rows, n_groups))
-    block = (1, _groups_of(parts.main, scheme, n_groups, columns))
+    bits, group = _packing(scheme, parts.main, n_groups)
+    columns = words * WORD_BITS // bits
+    block = (1, _group_size(parts.main, group, n_groups, columns))
     roles = {"weight": parts.main.name, "scale": f"{name}_scale"}
     if parts.find(f"{name}_g_idx") is not None:
         raise IntegrityError(f"{name}_g_idx: groups in another order than the inputs are not read")
     if parts.find(f"{name}_zero_point") is not None:
-        n_words = -(-rows * scheme.bits // WORD_BITS)
+        n_words = -(-rows * bits // WORD_BITS)
         roles["zero"] = parts.need(f"{name}_zero_point", ("I32",), (n_words, n_groups)).name
     if parts.find(f"{name}_shape") is not None:
         roles["shape"] = parts.need(f"{name}_shape", ("I64", "I32"), (2,)).name
-    return PlainTensor(name, "F32", (rows, columns), "packed", roles, scheme.bits, block)
+    return PlainTensor(name, "F32", (rows, columns), "packed", roles, bits, block)
+
+
+def _packing(scheme: Scheme, main: Stored, n_groups: int) -> tuple[int, int]:
+    """The bits of a packed matrix, and its inputs that share a scale: which of its kinds has so many groups.
+
+    Configurations say it by patterns of names, which are not looked at. Raises IntegrityError where it may be several.
+    """
+    if len(scheme.packings) == 1:
+        return scheme.packings[0]
+    n_bits = main.shape[1] * WORD_BITS
+    fitting = [(b, g) for b, g in scheme.packings if n_groups == (-(-n_bits // b // g) if g else 1)]
+    if len(fitting) != 1:
+        raise IntegrityError(
+            f"{main.name} has {n_groups} groups in rows of {n_bits} bits, which fits {len(fitting)} of the kinds that "
+            "config_groups name"
+        )
+    return fitting[0]
 
 
 def _small_floats(parts: _Parts) -> PlainTensor:

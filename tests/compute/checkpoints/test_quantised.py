@@ -203,8 +203,7 @@ def test_gpt_oss_with_groups_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 METHODS: dict[str, tuple[Any, str]] = {
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes.*fp8, mxfp4, gptq, awq"),
-    "torchao": ({"quant_method": "torchao"}, "torchao"),
+    "another": ({"quant_method": "hqq"}, "hqq.*fp8, mxfp4, gptq, awq"),
     "none": ({"bits": 4}, "None"),
     "no object": ("fp8", "no JSON object"),
     "planar": ({"quant_method": "gptq", "bits": 5, "checkpoint_format": "gptq_p"}, "checkpoint_format 'gptq_p'"),
