@@ -27,6 +27,7 @@ from swarmd.protocol.models.manifest import (
 )
 from swarmd.protocol.models.shards import Place
 from swarmd.values import some_of
+from swarmd.weights.digests import KeptDigests
 from swarmd_cli.convert import is_gguf, use_gguf
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -103,10 +104,10 @@ def _download_settings(source: str) -> Path:
     return folder
 
 
-def read_on_hub(source: str, report: Callable[[str], None]) -> tuple[Path, Manifest]:
+def read_on_hub(source: str, report: Callable[[str], None], kept: KeptDigests) -> tuple[Path, Manifest]:
     """Hash a checkpoint of the hub as it comes, and keep nothing but its settings. Raises ConfigError, Unreachable.
 
-    Returns the folder of the settings, whose name is the commit.
+    Files whose digests are ``kept`` are not asked for. Returns the folder of the settings, whose name is the commit.
     """
     if not HUB_ID.fullmatch(source) or Path(source).exists():
         raise ConfigError(f"--no-copy is for models of the hub (ORG/NAME), and {source} is none")
@@ -134,8 +135,13 @@ def read_on_hub(source: str, report: Callable[[str], None]) -> tuple[Path, Manif
         names = shard_names(folder)
         for number, name in enumerate(names, 1):
             file = HubFile(f"{source}@{folder.name}", name, client)
-            report(f"hashing {name} ({file.n_bytes / 2**30:.2f} GiB), {number} of {len(names)}")
-            found = digest_stream(file, folder / name, file.n_bytes, look)
+            size = f"{name} ({file.n_bytes / 2**30:.2f} GiB), {number} of {len(names)}"
+            found = kept.find(file.sha256) if file.sha256 else None
+            report(f"{size}: hashed before" if found is not None else f"hashing {size}")
+            if found is None:
+                found = digest_stream(file, folder / name, file.n_bytes, look)
+                if file.sha256:
+                    kept.keep(file.sha256, found)
             tensors += found
             shard_of |= {entry.name: name for entry in found}
     if (folder / INDEX_FILE).is_file():

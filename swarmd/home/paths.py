@@ -34,6 +34,7 @@ from swarmd.folders import (
 #     router.json                 the port that the router opened, to be closed again
 #     books.db                    bills, and what this machine counted
 #     weights/, drafts/, runs/    models, drafts for them, and training runs
+#     digests/                    of the hub's files, until their model is added
 #     lock, catalog.lock          one daemon at a time; one change of the catalog at a time
 #
 # Several processes use a folder at once: a daemon, its gateway, commands. So a file is always replaced as a whole, the
@@ -93,6 +94,11 @@ class Home:
     def weights(self) -> Path:
         """Where swarmd keeps models that it fetched, and manifests of folders that were added."""
         return self.folder / "weights"
+
+    @property
+    def digests(self) -> Path:
+        """Of the hub's files that were hashed for a model which is not added yet."""
+        return self.folder / "digests"
 
     @property
     def drafts(self) -> Path:

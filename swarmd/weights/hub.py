@@ -151,7 +151,8 @@ class HubFile:
             raise Unreachable(f"the hub does not say how large {self._name} is")
         self.n_bytes = int(size)
         etag = headers.get("X-Linked-ETag", headers.get("ETag", "")).removeprefix("W/").strip('"')
-        self._promised = etag if SHA256.fullmatch(etag) else None
+        self.sha256 = etag if SHA256.fullmatch(etag) else ""
+        """That the hub promises; empty where it promises none."""
         self._hash = hashlib.sha256()
         self._n_read = 0
         self._parts: Iterator[bytes] = iter(())
@@ -181,7 +182,7 @@ class HubFile:
         del self._held[:n]
         self._n_read += len(data)
         self._hash.update(data)
-        if self._n_read == self.n_bytes and self._promised not in (None, self._hash.hexdigest()):
+        if self._n_read == self.n_bytes and self.sha256 not in ("", self._hash.hexdigest()):
             raise ConfigError(f"{self._name}: the hub gave other bytes than its own sha256 promises: try again")
         return data
 

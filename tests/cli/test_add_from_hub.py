@@ -23,6 +23,7 @@ from swarmd.home.membership import MembershipFiles
 from swarmd.home.models import bundled_folder
 from swarmd.home.paths import Home
 from swarmd.protocol.models import manifest
+from swarmd.weights.digests import KeptDigests
 from swarmd.weights.hub import Hub
 from swarmd.weights.library import Library
 from tests import checkpoints
@@ -142,6 +143,28 @@ def test_the_model_is_the_one_that_a_copy_gives_and_none_of_it_stays(
     assert made.tensors[0].is_chunk(0, chunk), "servers fetch their blocks from there"
 
 
+def test_files_that_were_hashed_are_not_asked_for_again(
+    hub: PlayedHub, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.hashes["model-2.safetensors"] = "0" * 64
+    with pytest.raises(ConfigError, match="gave other bytes"):
+        add_source("org/name", "tiny", no_copy=True)
+    sent = dict(hub.n_sent)
+    del hub.hashes["model-2.safetensors"]
+    assert manifest.model_id(manifest.read_folder(hub.folder)) in add_source("org/name", "tiny", no_copy=True)
+    assert hub.n_sent["model-1.safetensors"] == sent["model-1.safetensors"]
+    assert hub.n_sent["model-2.safetensors"] == 2 * sent["model-2.safetensors"]
+    assert re.search(r"model-1\.safetensors \(.*: hashed before", capsys.readouterr().err)
+    assert not home.digests.exists(), "the model is added: nothing of it stays"
+
+
+def test_kept_digests_that_are_broken_are_read_anew(hub: PlayedHub, home: Home) -> None:
+    home.digests.mkdir()
+    for path in hub.folder.glob("*.safetensors"):
+        (home.digests / hashlib.sha256(path.read_bytes()).hexdigest()).write_bytes(b"no digests")
+    assert manifest.model_id(manifest.read_folder(hub.folder)) in add_source("org/name", "tiny", no_copy=True)
+
+
 def test_a_hub_that_gives_other_bytes_than_it_promises_is_refused(hub: PlayedHub, home: Home) -> None:
     hub.hashes["model-2.safetensors"] = "0" * 64
     with pytest.raises(
@@ -192,4 +215,4 @@ def test_what_is_no_model_of_the_hub_is_refused(home: Home, words: dict[str, str
 def test_an_adapter_is_added_with_a_copy(hub: PlayedHub, home: Home) -> None:
     (hub.folder / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="add it without --no-copy"):
-        source.read_on_hub("org/name", print)
+        source.read_on_hub("org/name", print, KeptDigests(home.digests))

@@ -32,12 +32,17 @@ def test_the_tokens_are_those_of_the_plain_weights(case: str, tmp_path: Path) ->
     family, write = CASES[case]
     plain = families.make_named(family, tmp_path / "plain")
     folder = tmp_path / "quantised"
-    local = skeleton.load_whole(write(plain, folder), torch.float32)
+    assert_tokens_are_those_of(write(plain, folder), folder, tmp_path / "swarm")
+
+
+def assert_tokens_are_those_of(plain: Path, folder: Path, root: Path) -> None:
+    """Two servers, each of which fetches its own half, give the tokens that the plain weights give here."""
+    local = skeleton.load_whole(plain, torch.float32)
     n = skeleton.count_layers(local.config)
     ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(3))
     options = {"do_sample": False, "max_new_tokens": N_TOKENS, "pad_token_id": 0}
     expected = local.generate(ids, **options)  # type: ignore[operator]
-    with local_swarm(tmp_path / "swarm") as swarm:
+    with local_swarm(root) as swarm:
         swarm.add("--no-serve", models={"model": folder})
         first, second = swarm.serving((0, n // 2), (n // 2, n), model="model")  # each fetches its own blocks
         with swarmd.connect(home=second.home.folder) as client:

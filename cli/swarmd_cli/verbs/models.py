@@ -130,6 +130,7 @@ def add_source(
     from swarmd.config import DTYPES
     from swarmd.errors import ConfigError
     from swarmd.protocol.models import manifest
+    from swarmd.weights.digests import KeptDigests
     from swarmd.weights.library import Library
 
     # In the order of cost: names and rights are checked before gigabytes are hashed, and the catalog changes last,
@@ -143,13 +144,14 @@ def add_source(
         raise ConfigError(f"--dtype is one of {OWN}, auto, {', '.join(DTYPES)}, not {dtype!r}")
     if base and draft_for:
         raise ConfigError("--base is for adapters and --draft-for for drafts: give one of them")
+    kept = KeptDigests(state.digests)
     made_for = member.catalog().hash_of(base or draft_for) if base or draft_for else ""
     if replace or name not in member.catalog().names:  # else it may be what the name means, which the hash says
         require_publisher()
     if no_copy:
         if base or draft_for:
             raise ConfigError("--no-copy is for models: adapters and drafts are small")
-        folder, read = read_on_hub(source, lambda line: print(line, file=sys.stderr))
+        folder, read = read_on_hub(source, lambda line: print(line, file=sys.stderr), kept)
         kind, layout, commit = "models", _check_model(folder, read, holds_weights=False), folder.name
     else:
         folder = find_folder(source, dtype)
@@ -180,6 +182,7 @@ def add_source(
             return msgspec.structs.replace(draft, sources=sources, **{kind: entries})
 
         founder().change_catalog(publish)
+    kept.forget()
     reload_daemon()
     names = {alias for alias, (model_hash, _) in catalog.items() if model_hash == model}
     aliases = sorted(names - {name})
