@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 Written = tuple[
     dict[str, torch.Tensor], torch.Tensor
 ]  # stored tensors by what follows the module's name; their meaning
-GROUP = 16
+GROUP = 16  # that some change
+OWN_GROUP = 0  # stands for it in settings
+LEFT_PLAIN = ("embed", "lm_head", "gate.weight", "router", "norm")
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word each of eight columns lies
 
@@ -253,17 +256,20 @@ def _group(**weights: Any) -> dict[str, Any]:
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Written]]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [24, 40]}, fp8_blocks(24, 40)),
     "fp8 with other names": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq"}, gptq(4, True)),
-    "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP}, gptq(8, True)),
-    "gptq of 3 bits": ({"quant_method": "gptq", "bits": 3, "group_size": GROUP}, gptq(3, True)),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": OWN_GROUP, "checkpoint_format": "gptq"}, gptq(4, True)),
+    "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": OWN_GROUP}, gptq(8, True)),
+    "gptq of 3 bits": ({"quant_method": "gptq", "bits": 3, "group_size": OWN_GROUP}, gptq(3, True)),
     "gptq of 2 bits, by activation": (
         {"quant_method": "gptq", "bits": 2, "checkpoint_format": "gptq_v2", "desc_act": True},
         gptq(2, False, shuffles=True),
     ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, awq),
-    "packed": (_group(num_bits=4, type="int", symmetric=True, group_size=GROUP), packed(4, has_zeros=False)),
-    "packed with zero points": (_group(num_bits=4, type="int", symmetric=False), packed(4, has_zeros=True)),
-    "packed 8 bits": (_group(num_bits=8, type="int", symmetric=True), packed(8, has_zeros=False)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": OWN_GROUP, "version": "gemm", "zero_point": True}, awq),
+    "packed": (_group(num_bits=4, type="int", symmetric=True, group_size=OWN_GROUP), packed(4, has_zeros=False)),
+    "packed with zero points": (
+        _group(num_bits=4, type="int", symmetric=False, group_size=OWN_GROUP),
+        packed(4, has_zeros=True),
+    ),
+    "packed 8 bits": (_group(num_bits=8, type="int", symmetric=True, group_size=OWN_GROUP), packed(8, has_zeros=False)),
     "int8": (_group(num_bits=8, type="int", strategy="channel"), int8),
     "fp8 of rows": (_group(num_bits=8, type="float", strategy="channel"), fp8_rows),
     "fp8 of blocks": (
@@ -275,26 +281,41 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Written]]] = {
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, looked_up(is_nested=False)),
     "nf4, nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, looked_up(is_nested=True)),
     "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, in_parts_of_127),
-    "torchao int8": ({"quant_method": "torchao"}, torchao(GROUP, torch.int8)),
+    "torchao int8": ({"quant_method": "torchao"}, torchao(16, torch.int8)),
     "torchao fp8": ({"quant_method": "torchao"}, torchao(64, torch.float8_e4m3fn)),
 }
 
 
-def write_quantised(plain: Path, folder: Path, form: str) -> Path:
+def write_quantised(
+    plain: Path,
+    folder: Path,
+    form: str,
+    others: Mapping[str, str] = MappingProxyType({}),
+    leaves: Sequence[str] = LEFT_PLAIN,
+) -> Path:
     """Write a checkpoint's matrices in a form; returns a folder with the plain ones that these mean.
 
-    Embeddings, heads and routers stay as they are.
+    ``others``: parts of names, and the form that these matrices have. ``leaves``: parts of names that stay plain.
     """
-    settings, write = FORMATS[form]
     stored, meant = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        is_left = any(part in name for part in ("embed", "lm_head", "gate.weight", "router", "norm"))
-        if tensor.ndim != 2 or is_left or not name.endswith(".weight"):
+        if tensor.ndim != 2 or any(part in name for part in leaves) or not name.endswith(".weight"):
             stored[name] = meant[name] = tensor
             continue
-        parts, meant[name] = write(tensor.float())
+        own = next((other for part, other in others.items() if part in name), form)
+        parts, meant[name] = FORMATS[own][1](tensor.float())
         stored |= {name.removesuffix("weight") + part: each.contiguous() for part, each in parts.items()}
+    settings = settings_of(form)
+    for number, other in enumerate(others.values(), 1):
+        if "config_groups" in settings:
+            settings["config_groups"][f"group_{number}"] = settings_of(other)["config_groups"]["group_0"]
     return _write_both(plain, folder, settings, stored, meant)
+
+
+def settings_of(form: str) -> dict[str, Any]:
+    """What the configuration says of a form."""
+    written = json.dumps(FORMATS[form][0])
+    return dict(json.loads(written.replace(f'"group_size": {OWN_GROUP}', f'"group_size": {GROUP}')))
 
 
 def write_experts(plain: Path, folder: Path) -> Path:

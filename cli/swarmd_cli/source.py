@@ -6,7 +6,8 @@ Models are published in many formats. What is none of ours is named, with what t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from glob import escape
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -62,21 +63,30 @@ def find_folder(source: str, dtype: str) -> Path:
     of_gguf = HUB_GGUF.fullmatch(source)
     if of_gguf is None and not HUB_ID.fullmatch(source):
         raise ConfigError(f"there is no file or folder {folder}")
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     from swarmd.weights.hub import open_client
 
     open_client().close()  # what is wrong with proxies and certificates is said before the library stumbles over it
-    try:
+    with _asking_hub(f"there is no folder {source}, and the hub does not give {source}"):
         if of_gguf is not None:
             return use_gguf(_download_gguf(of_gguf[1], of_gguf[2]), dtype)
         folder = _download(source)
         if not _is_checkpoint(folder):
             refuse_known_formats(f"{source} on the hub", _files_on_hub(source), f"{source}:Q4_K_M")
-        return folder
+    return folder
+
+
+@contextmanager
+def _asking_hub(trouble: str) -> Iterator[None]:
+    """Guard what the hub's library does: one sentence for whatever it raises. Raises ConfigError."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"there is no folder {source}, and the hub does not give {source}: {reason}") from None
+        raise ConfigError(f"{trouble}: {reason}") from None
+    except (TypeError, KeyError, ValueError) as error:  # of answers that are not a hub's
+        raise ConfigError(f"{trouble}: it answers otherwise than a hub does ({error}): look at HF_ENDPOINT") from None
 
 
 def _download(source: str) -> Path:
@@ -111,17 +121,13 @@ def read_on_hub(source: str, report: Callable[[str], None], kept: KeptDigests) -
     """
     if not HUB_ID.fullmatch(source) or Path(source).exists():
         raise ConfigError(f"--no-copy is for models of the hub (ORG/NAME), and {source} is none")
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     from swarmd.compute.model.checkpoint_tensors import is_quantised
     from swarmd.compute.model.unpacking import check_stored_scales
     from swarmd.weights.hub import HubFile, open_client
 
     with open_client() as client:
-        try:
+        with _asking_hub(f"the hub does not give {source}"):
             folder = _download_settings(source)
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise ConfigError(f"the hub does not give {source}: {str(error).strip().splitlines()[0]}") from None
         if is_adapter(folder):
             raise ConfigError(f"{source} is an adapter, which is small: add it without --no-copy")
         is_looked_at = is_quantised(folder)

@@ -72,6 +72,38 @@ def test_experts_one_by_one_become_those_of_a_block(family: str, form: str, tmp_
     assert_it_is_read(tmp_path / "quantised", expected)
 
 
+@pytest.mark.parametrize(
+    ("form", "other"), [("packed", "packed 8 bits"), ("gptq", "gptq of 8 bits"), ("packed", "int8")]
+)
+def test_matrices_of_several_bits(llama: Path, form: str, other: str, tmp_path: Path) -> None:
+    expected = write_quantised(llama, tmp_path / "quantised", form, {"down_proj": other})
+    assert_it_is_read(tmp_path / "quantised", expected)
+
+
+def test_kinds_that_no_number_of_groups_tells_apart_are_refused(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "quantised"
+    write_quantised(llama, folder, "packed")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_1"] = {"weights": {"num_bits": 8, "group_size": 8}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"weight_packed has 8 groups in rows of 512 bits, which fits 2 of the kinds"):
+        manifest.read_folder(folder)
+
+
+def test_a_text_part_may_say_that_it_is_quantised_and_its_head_may_be(tmp_path: Path) -> None:
+    plain = families.make_named("qwen3_vl", tmp_path / "plain")
+    folder = tmp_path / "quantised"
+    expected = write_quantised(plain, folder, "fp8", leaves=("embed", "norm", "visual"))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    moved = config.pop("quantization_config")
+    path.write_text(json.dumps({**config, "text_config": {**config["text_config"], "quantization_config": moved}}))
+    assert_it_is_read(folder, expected)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ConfigError, match="stands there twice, and says two things"):
+        manifest.read_folder(folder)
+
+
 def changed_q(llama: Path, folder: Path, form: str, changes: dict[str, Any]) -> torch.Tensor:
     """What the first query matrix of a checkpoint reads as, with some of its stored tensors changed."""
     write_quantised(llama, folder, form)
@@ -178,6 +210,30 @@ BROKEN = {
         {f"{Q}weight": torch.ones(64, 32, dtype=torch.int8)},
         r"is \(64, 32\), and by config.json it is \(64, 64\)",
     ),
+    "a largest that is no number": ("nf4", {f"{Q}weight.absmax": torch.full((64,), torch.nan)}, "holds no number"),
+    "an outer largest that is none": (
+        "nf4, nested",
+        {f"{Q}weight.nested_absmax": torch.full((3,), torch.inf)},
+        "holds no number",
+    ),
+    "too few blocks": ("nf4", {f"{Q}weight.absmax": torch.ones(63)}, "has 63 blocks, and .* 64"),
+    "another number of numbers": (
+        "nf4",
+        {f"{Q}weight": torch.zeros(2_000, 1, dtype=torch.uint8)},
+        "holds 4000 numbers",
+    ),
+    "a state that is none": (
+        "nf4",
+        {f"{Q}weight.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)},
+        "q_proj.weight.quant_state.bitsandbytes__nf4: JSON is malformed",
+    ),
+    "no state": ("nf4", {f"{Q}weight.quant_state.bitsandbytes__nf4": None}, "lacks .*, which says its shape"),
+    "columns of a card": (
+        "bitsandbytes int8",
+        {f"{Q}weight_format": torch.tensor(1, dtype=torch.uint8)},
+        "weight_format says that rows are not one after the other",
+    ),
+    "torchao's 4 bits": ("torchao int8", {f"{Q}_weight_qdata": torch.zeros(64, 32, dtype=torch.uint8)}, "of 8 bits"),
     "8 bits without a scale": ("int8", {f"{Q}weight_scale": None}, "is of kind I8"),
 }
 
