@@ -33,7 +33,7 @@ class KeptDigests:
         return found
 
     def keep(self, sha256: str, tensors: list[Entry]) -> None:
-        """Keep what a file holds. Raises OSError."""
+        """Keep what a file holds. Raises ConfigError where that cannot be written."""
         self._folder.mkdir(exist_ok=True)
         path = self._folder / sha256
         write_file(path, msgspec.msgpack.encode(tensors))

@@ -2,8 +2,8 @@
 
     python quantise_with.py FORM PLAIN QUANTISED MEANT
 
-PLAIN is a checkpoint; QUANTISED becomes what the tool saves of it, MEANT a copy of PLAIN with the numbers that the tool
-itself makes of what it saved. Imports nothing of swarmd.
+PLAIN is a checkpoint; QUANTISED becomes what the tool saves of it, MEANT the same in plain numbers: those that the tool
+itself makes of what it saved, and what it left plain (AWQ changes norms, too). Imports nothing of swarmd.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ def main() -> None:
     assert numbers, "the tool quantised nothing"
     assert not unknown, f"the tool has names of its own: {sorted(unknown)[:3]}"
     shutil.copytree(plain, meant, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file(
-        {**tensors, **{n: t.contiguous() for n, t in numbers.items()}}, meant / "model.safetensors", {"format": "pt"}
-    )
+    left_plain = {name: each for name, each in load_file(out / "model.safetensors").items() if name in tensors}
+    tensors |= left_plain | {name: each.contiguous() for name, each in numbers.items()}
+    save_file(tensors, meant / "model.safetensors", {"format": "pt"})
     print(f"{len(numbers)} matrices")
 
 
