@@ -16,13 +16,20 @@ import pytest
 class HubHandler(BaseHTTPRequestHandler):
     """Answers for ranges of files, and says nothing of it."""
 
-    def begin_range(self, path: Path) -> bytes:
-        """Begin to answer with the range that was asked for; returns its bytes, which are still to be sent."""
+    def begin_range(self, path: Path, said_start: int | None = None) -> bytes:
+        """Begin to answer with the range that was asked for; returns its bytes, which are still to be sent.
+
+        ``said_start``: where it says that they begin, if that is not so.
+        """
         matches = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
         assert matches is not None
-        data = path.read_bytes()[int(matches[1]) : int(matches[2]) + 1]
+        whole = path.read_bytes()
+        start, stop = int(matches[1]), min(int(matches[2]) + 1, len(whole))
+        data = whole[start:stop]
         self.send_response(206)
         self.send_header("Content-Length", str(len(data)))
+        begin = start if said_start is None else said_start
+        self.send_header("Content-Range", f"bytes {begin}-{begin + len(data) - 1}/{len(whole)}")
         self.end_headers()
         return data
 

@@ -6,29 +6,17 @@ Models are published in many formats. What is none of ours is named, with what t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from glob import escape
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from swarmd.errors import ConfigError
-from swarmd.protocol.models import manifest
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, is_adapter
 from swarmd.protocol.models.draft import is_draft
-from swarmd.protocol.models.manifest import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    Entry,
-    Manifest,
-    check_index,
-    digest_stream,
-    make_manifest,
-    shard_names,
-)
-from swarmd.protocol.models.shards import Place
+from swarmd.protocol.models.manifest import INDEX_FILE, SINGLE_FILE, shard_names
 from swarmd.values import some_of
-from swarmd.weights.digests import KeptDigests
 from swarmd_cli.convert import is_gguf, use_gguf
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -66,7 +54,7 @@ def find_folder(source: str, dtype: str) -> Path:
     from swarmd.weights.hub import open_client
 
     open_client().close()  # what is wrong with proxies and certificates is said before the library stumbles over it
-    with _asking_hub(f"there is no folder {source}, and the hub does not give {source}"):
+    with asking_hub(f"there is no folder {source}, and the hub does not give {source}"):
         if of_gguf is not None:
             return use_gguf(_download_gguf(of_gguf[1], of_gguf[2]), dtype)
         folder = _download(source)
@@ -76,7 +64,7 @@ def find_folder(source: str, dtype: str) -> Path:
 
 
 @contextmanager
-def _asking_hub(trouble: str) -> Iterator[None]:
+def asking_hub(trouble: str) -> Iterator[None]:
     """Guard what the hub's library does: one sentence for whatever it raises. Raises ConfigError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -97,12 +85,12 @@ def _download(source: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    folder = _download_settings(source)
+    folder = download_settings(source)
     names = [WEIGHTS_FILE] if is_adapter(folder) else shard_names(folder)
     return Path(snapshot_download(source, revision=folder.name, allow_patterns=[escape(name) for name in names]))
 
 
-def _download_settings(source: str) -> Path:
+def download_settings(source: str) -> Path:
     """Fetch all but the weights of a repository of the hub. Raises ConfigError for what is refused by its settings."""
     from huggingface_hub import snapshot_download
 
@@ -112,47 +100,6 @@ def _download_settings(source: str) -> Path:
     if not is_adapter(folder) and (folder / "config.json").is_file():
         read_config(folder)
     return folder
-
-
-def read_on_hub(source: str, report: Callable[[str], None], kept: KeptDigests) -> tuple[Path, Manifest]:
-    """Hash a checkpoint of the hub as it comes, and keep nothing but its settings. Raises ConfigError, Unreachable.
-
-    Files whose digests are ``kept`` are not asked for. Returns the folder of the settings, whose name is the commit.
-    """
-    if not HUB_ID.fullmatch(source) or Path(source).exists():
-        raise ConfigError(f"--no-copy is for models of the hub (ORG/NAME), and {source} is none")
-    from swarmd.compute.model.checkpoint_tensors import is_quantised
-    from swarmd.compute.model.unpacking import check_stored_scales
-    from swarmd.weights.hub import HubFile, open_client
-
-    with open_client() as client:
-        with _asking_hub(f"the hub does not give {source}"):
-            folder = _download_settings(source)
-        if is_adapter(folder):
-            raise ConfigError(f"{source} is an adapter, which is small: add it without --no-copy")
-        is_looked_at = is_quantised(folder)
-
-        def look(place: Place, chunk: bytes) -> None:
-            if is_looked_at:
-                check_stored_scales(place.name, place.dtype, chunk)
-
-        tensors: list[Entry] = []
-        shard_of: dict[str, str] = {}
-        names = shard_names(folder)
-        for number, name in enumerate(names, 1):
-            file = HubFile(f"{source}@{folder.name}", name, client)
-            size = f"{name} ({file.n_bytes / 2**30:.2f} GiB), {number} of {len(names)}"
-            found = kept.find(file.sha256) if file.sha256 else None
-            report(f"{size}: hashed before" if found is not None else f"hashing {size}")
-            if found is None:
-                found = digest_stream(file, folder / name, file.n_bytes, look)
-                if file.sha256:
-                    kept.keep(file.sha256, found)
-            tensors += found
-            shard_of |= {entry.name: name for entry in found}
-    if (folder / INDEX_FILE).is_file():
-        check_index(folder, shard_of)
-    return folder, make_manifest(folder, manifest.read_config(folder), tensors)
 
 
 def _download_gguf(repository: str, bits: str) -> Path:

@@ -32,6 +32,7 @@ TIMEOUT_S = 60.0  # a hub that answers nothing for so long is down
 MOST_TRIES = 7  # to go on reading a file, one after the other, within half a minute
 BACK_OFF_S = 0.25  # before the second of them, and twice as long before each further one
 SHA256 = re.compile(r"[0-9a-f]{64}")
+SIZE = re.compile(r"[0-9]{1,15}", re.ASCII)  # of a file: less than a petabyte
 MAX_INDEX_BYTES = 32 * 2**20  # of a sharded checkpoint's index
 
 
@@ -147,23 +148,35 @@ class HubFile:
         self._client = client
         headers = self._look()
         size = headers.get("X-Linked-Size", headers.get("Content-Length", ""))
-        if not size.isdecimal():
+        if not SIZE.fullmatch(size):
             raise Unreachable(f"the hub does not say how large {self._name} is")
         self.n_bytes = int(size)
         etag = headers.get("X-Linked-ETag", headers.get("ETag", "")).removeprefix("W/").strip('"')
         self.sha256 = etag if SHA256.fullmatch(etag) else ""
         """That the hub promises; empty where it promises none."""
         self._hash = hashlib.sha256()
+        self._stop = self.n_bytes  # where reading ends
         self._n_read = 0
         self._parts: Iterator[bytes] = iter(())
         self._held = bytearray()
+
+    def read_places(self) -> list[Place]:
+        """Where its tensors are, by its header; reading begins behind it anew. Raises ConfigError."""
+        path = Path(self._name)
+        try:
+            self._stop = min(8, self.n_bytes)
+            header_bytes = int.from_bytes(self.read(8), "little")
+            self._rewind(min(8 + header_bytes, 8 + shards.MAX_HEADER_BYTES, self.n_bytes))
+            return shards.read_header(self, path, self.n_bytes)
+        finally:
+            self._rewind(self.n_bytes)
 
     def read(self, n: int, /) -> bytes:
         """The next ``n`` bytes, or fewer where it ends."""
         import httpx
 
         n_failed = 0
-        while len(self._held) < min(n, self.n_bytes - self._n_read):
+        while len(self._held) < min(n, self._stop - self._n_read):
             try:
                 part = next(self._parts, None)
                 if part is None:  # at the beginning, and where a connection ended
@@ -177,7 +190,7 @@ class HubFile:
             if n_failed == MOST_TRIES:
                 raise Unreachable(f"the hub does not give {self._name} beyond {self._n_read + len(self._held)} B")
             if n_failed:
-                time.sleep(BACK_OFF_S * 2**n_failed)
+                _wait(n_failed)
         data = bytes(self._held[:n])
         del self._held[:n]
         self._n_read += len(data)
@@ -187,6 +200,11 @@ class HubFile:
             raise ConfigError(f"{self._name}: the hub gave other bytes than its own sha256 promises: try again")
         return data
 
+    def _rewind(self, stop: int) -> None:
+        self._parts, self._stop, self._n_read = iter(()), stop, 0
+        self._held.clear()
+        self._hash = hashlib.sha256()
+
     def _look(self) -> Mapping[str, str]:
         """The headers of the file, also where what it holds is given from another place. Raises Unreachable."""
         import httpx
@@ -194,35 +212,44 @@ class HubFile:
 
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
         reason = ""
-        for n_tried in range(MOST_TRIES):
+        for n_failed in range(1, MOST_TRIES + 1):
             try:
                 response = self._client.head(self._url, headers=headers, follow_redirects=False)
                 if response.is_redirect and "X-Linked-Size" not in response.headers:
                     response = self._client.head(self._url, headers=headers)  # httpx keeps tokens from other hosts
+                if response.status_code == 200 or response.is_redirect:
+                    return response.headers
+                reason = f"it answers {response.status_code}"
+                if not _is_busy(response.status_code):
+                    break
             except httpx.HTTPError as error:
-                raise Unreachable(f"the hub does not give {self._name}: {error}") from None
-            if response.status_code == 200 or response.is_redirect:
-                return response.headers
-            reason = f"it answers {response.status_code}"
-            if not _is_busy(response.status_code):
-                break
-            time.sleep(BACK_OFF_S * 2**n_tried)
+                reason = str(error)
+            if n_failed < MOST_TRIES:
+                _wait(n_failed)
         raise Unreachable(f"the hub does not give {self._name}: {reason}")
 
     def _open(self, start: int) -> Iterator[bytes]:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        headers = {**build_hf_headers(), "Range": f"bytes={start}-{self.n_bytes - 1}", "Accept-Encoding": "identity"}
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{self._stop - 1}", "Accept-Encoding": "identity"}
         with self._client.stream("GET", self._url, headers=headers) as response:
             if _is_busy(response.status_code):
                 raise _Busy
             if response.status_code != 206 and (response.status_code != 200 or start):
                 raise Unreachable(f"the hub answers {response.status_code} for {self._name}")
+            given = response.headers.get("Content-Range", "")
+            if given and not given.startswith(f"bytes {start}-"):
+                raise Unreachable(f"the hub gives {given[:64]} of {self._name}, and was asked for bytes {start} on")
             yield from response.iter_bytes()
 
 
 class _Busy(Exception):
     """The hub has too much to do: asked again later it answers."""
+
+
+def _wait(n_failed: int) -> None:
+    """Before the next try, after so many that failed one after the other."""
+    time.sleep(BACK_OFF_S * 2 ** (n_failed - 1))
 
 
 def _is_busy(status: int) -> bool:

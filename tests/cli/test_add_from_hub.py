@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from swarmd_cli import source
+from swarmd_cli import hub_reading
 from swarmd_cli.context import set_home
 from swarmd_cli.verbs.models import add_source
 
@@ -40,8 +40,10 @@ class PlayedHub:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.n_sent: dict[str, int] = {}
+        self.broken: set[str] = set()  # files of which an answer broke off
         self.hashes: dict[str, str] = {}  # that it promises, where they are not the right ones
         self.is_gone = False
+        self.resumes_at: int | None = None  # where it says that later answers begin
 
     def handler(self) -> type[HubHandler]:
         hub = self
@@ -68,8 +70,9 @@ class PlayedHub:
                 path = self._find()
                 if path is None:
                     return
-                data = self.begin_range(path)
-                if path.name not in hub.n_sent:
+                data = self.begin_range(path, hub.resumes_at if path.name in hub.broken else None)
+                if path.name not in hub.broken and len(data) > BREAKS_AFTER:
+                    hub.broken.add(path.name)
                     data = data[:BREAKS_AFTER]
                     self.close_connection = True
                 hub.n_sent[path.name] = hub.n_sent.get(path.name, 0) + len(data)
@@ -132,7 +135,9 @@ def test_the_model_is_the_one_that_a_copy_gives_and_none_of_it_stays(
     assert catalog.sources[model] == f"org/name@{COMMIT}"
     for name in manifest.shard_names(hub.folder):
         size = (hub.folder / name).stat().st_size
-        assert hub.n_sent[name] == size > BREAKS_AFTER, "what had come before it broke off is not asked for again"
+        assert name in hub.broken
+        header_bytes = 16 + int.from_bytes((hub.folder / name).read_bytes()[:8], "little")
+        assert hub.n_sent[name] == size + header_bytes, "what had come before it broke off is not asked for again"
     assert "hashing model-2.safetensors" in capsys.readouterr().err
     assert not list(home.folder.rglob("*.safetensors"))
     held = Library(home.weights, {}).folders
@@ -149,19 +154,23 @@ def test_files_that_were_hashed_are_not_asked_for_again(
     hub.hashes["model-2.safetensors"] = "0" * 64
     with pytest.raises(ConfigError, match="gave other bytes"):
         add_source("org/name", "tiny", no_copy=True)
-    sent = dict(hub.n_sent)
+    hub.n_sent.clear()
     del hub.hashes["model-2.safetensors"]
     assert manifest.model_id(manifest.read_folder(hub.folder)) in add_source("org/name", "tiny", no_copy=True)
-    assert hub.n_sent["model-1.safetensors"] == sent["model-1.safetensors"]
-    assert hub.n_sent["model-2.safetensors"] == 2 * sent["model-2.safetensors"]
+    sizes = {name: (hub.folder / name).stat().st_size for name in manifest.shard_names(hub.folder)}
+    assert hub.n_sent["model-1.safetensors"] < sizes["model-1.safetensors"] / 4, "its header only"
+    assert hub.n_sent["model-2.safetensors"] > sizes["model-2.safetensors"]
     assert re.search(r"model-1\.safetensors \(.*: hashed before", capsys.readouterr().err)
-    assert not home.digests.exists(), "the model is added: nothing of it stays"
+    assert not list(home.digests.iterdir()), "the model is added: nothing of it stays"
 
 
 def test_kept_digests_that_are_broken_are_read_anew(hub: PlayedHub, home: Home) -> None:
-    home.digests.mkdir()
-    for path in hub.folder.glob("*.safetensors"):
-        (home.digests / hashlib.sha256(path.read_bytes()).hexdigest()).write_bytes(b"no digests")
+    hub.hashes["model-2.safetensors"] = "0" * 64
+    with pytest.raises(ConfigError, match="gave other bytes"):
+        add_source("org/name", "tiny", no_copy=True)
+    del hub.hashes["model-2.safetensors"]
+    (kept,) = home.digests.iterdir()
+    kept.write_bytes(b"no digests")
     assert manifest.model_id(manifest.read_folder(hub.folder)) in add_source("org/name", "tiny", no_copy=True)
 
 
@@ -189,7 +198,7 @@ def test_scales_that_are_no_numbers_are_refused(hub: PlayedHub, home: Home) -> N
     name = "model.layers.0.mlp.up_proj.scales"
     tensors[name] = torch.full_like(tensors[name], torch.nan)
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"up_proj\.scales holds a scale that is zero or no number"):
+    with pytest.raises(ConfigError, match=r"up_proj\.scales holds what is no number"):
         add_source("org/name", "tiny", no_copy=True)
 
 
@@ -212,7 +221,37 @@ def test_what_is_no_model_of_the_hub_is_refused(home: Home, words: dict[str, str
         add_source(name="tiny", no_copy=True, **words)
 
 
+def test_headers_that_deny_the_configuration_cost_no_weights(hub: PlayedHub, home: Home) -> None:
+    path = hub.folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 96}))
+    with pytest.raises(ConfigError, match=r"by config\.json it is"):
+        add_source("org/name", "tiny", no_copy=True)
+    assert not hub.broken, "no answer was as long as any weight"
+
+
+def test_biases_of_zeros_that_a_tool_wrote_are_left_out(hub: PlayedHub, home: Home) -> None:
+    plain = checkpoints.make("llama", hub.folder.parent / "again", n_layers=2)
+    for folder in (hub.folder, hub.folder.with_name(f"{COMMIT}-plain")):
+        shutil.rmtree(folder)
+    write_quantised(plain, hub.folder, "gptq")
+    for path in bundled_folder().glob("tokenizer*"):
+        shutil.copy(path, hub.folder)
+    path = hub.folder / "model.safetensors"
+    bias = torch.zeros(64)
+    save_file({**load_file(path), "model.layers.0.self_attn.q_proj.bias": bias}, path, {"format": "pt"})
+    assert manifest.model_id(manifest.read_folder(hub.folder)) in add_source("org/name", "tiny", no_copy=True)
+    save_file({**load_file(path), "model.layers.0.self_attn.q_proj.bias": bias + 1}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"takes model\.layers\.0\.self_attn\.q_proj\.bias"):
+        add_source("org/name", "other", no_copy=True)
+
+
+def test_a_hub_that_resumes_elsewhere_is_not_believed(hub: PlayedHub, home: Home) -> None:
+    hub.resumes_at = 0
+    with pytest.raises(Unreachable, match=r"the hub gives bytes 0-.*, and was asked for bytes 10000 on"):
+        add_source("org/name", "tiny", no_copy=True)
+
+
 def test_an_adapter_is_added_with_a_copy(hub: PlayedHub, home: Home) -> None:
     (hub.folder / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="add it without --no-copy"):
-        source.read_on_hub("org/name", print, KeptDigests(home.digests))
+        hub_reading.read_on_hub("org/name", print, KeptDigests(home.digests), lambda folder, read: None)

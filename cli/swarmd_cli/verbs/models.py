@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,8 @@ from swarmd_cli.context import (
     reload_daemon,
 )
 from swarmd_cli.convert import OWN, delete_converted, link_laid_out
-from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder, read_on_hub
+from swarmd_cli.hub_reading import read_on_hub
+from swarmd_cli.source import HUB_ID, check_tokenizer, find_folder
 from swarmd_cli.terminal import make_console, print_table, text_column
 from swarmd_cli.verbs.look import Json, download_line, merge_names, span_text
 
@@ -151,8 +153,9 @@ def add_source(
     if no_copy:
         if base or draft_for:
             raise ConfigError("--no-copy is for models: adapters and drafts are small")
-        folder, read = read_on_hub(source, lambda line: print(line, file=sys.stderr), kept)
-        kind, layout, commit = "models", _check_model(folder, read, holds_weights=False), folder.name
+        judge = partial(_check_model, holds_weights=False)
+        folder, read = read_on_hub(source, lambda line: print(line, file=sys.stderr), kept, judge)
+        kind, layout, commit = "models", judge(folder, read), folder.name
     else:
         folder = find_folder(source, dtype)
         is_hub_id = HUB_ID.fullmatch(source) and not Path(source).exists()

@@ -23,7 +23,7 @@ from swarmd.compute.llama_cpp.packed import check_packed
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
 from swarmd.compute.model.plain_config import building, read_config
-from swarmd.compute.model.unpacking import check_scales, shaped
+from swarmd.compute.model.unpacking import check_parts, shaped
 from swarmd.errors import ConfigError
 from swarmd.protocol.models import shards
 from swarmd.protocol.models.adapter import WEIGHTS_FILE, lora_of, name_of_module
@@ -71,14 +71,13 @@ def check_folder(folder: Path, manifest: Manifest, holds_weights: bool = True) -
     settings = skeleton.text_config(config)
     used_names = {tensor.name for tensor in plain if targets[tensor.name] in state}
     tensors = [tensor for tensor in plain if tensor.name in used_names or not _is_leftover(tensor, settings)]
-    if stored:
-        tensors = _without_idle_biases(stored, tensors, used_names)
+    tensors = _without_idle_biases(manifest, tensors, used_names)
     _check_kinds(folder, tensors, targets, state)
     _check_experts(folder, tensors, targets)
     _check_fit(folder, config, type(hollow), tensors)
     _check_groups(folder, config, manifest, tensors)
     if stored:
-        _check_scales(folder, stored)
+        _check_parts(folder, stored)
     return layout
 
 
@@ -131,13 +130,11 @@ def _shaped_by_config(tensor: PlainTensor, target: torch.Tensor | None) -> Plain
     return tensor
 
 
-def _without_idle_biases(
-    stored: CheckpointTensors, tensors: list[PlainTensor], used_names: set[str]
-) -> list[PlainTensor]:
+def _without_idle_biases(manifest: Manifest, tensors: list[PlainTensor], used_names: set[str]) -> list[PlainTensor]:
     """Leave out biases of zeros that no part of the model takes: GPTQ's tools write one beside each matrix."""
     packed = {tensor.name.removesuffix("weight") for tensor in tensors if tensor.rule == GPTQ}
-    idle = [t.name for t in tensors if t.name not in used_names and t.name.removesuffix("bias") in packed]
-    zeros = {name for name in idle if not bool(stored.read(name).any())}
+    idle = {t.name for t in tensors if t.name not in used_names and t.name.removesuffix("bias") in packed}
+    zeros = {entry.name for entry in manifest.tensors if entry.name in idle and entry.is_zero}
     return [tensor for tensor in tensors if tensor.name not in zeros]
 
 
@@ -243,12 +240,12 @@ def _check_fit(
         raise ConfigError(f"{folder}: {name} is {tuple(shape)}, and by config.json it is {tuple(expected)}")
 
 
-def _check_scales(folder: Path, tensors: CheckpointTensors) -> None:
+def _check_parts(folder: Path, tensors: CheckpointTensors) -> None:
     """Refuse scales of quantised weights that are no numbers: what they scale is lost. Raises ConfigError."""
     for tensor in tensors.plain.values():
         if tensor.rule:
             try:
-                check_scales(tensor, tensors.read)
+                check_parts(tensor, tensors.read)
             except ConfigError as error:
                 raise ConfigError(f"{folder}: {error}") from None
 

@@ -5,11 +5,10 @@ Each rule is that of the format's own tool, which is named beside it; numbers ar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isfinite, prod
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -18,14 +17,19 @@ from swarmd.errors import ConfigError
 from swarmd.protocol.models.quantised import WORD_BITS, PlainTensor
 from swarmd.protocol.models.scheme import AWQ, GPTQ
 
-SCALES = re.compile(r"[._](weight_scale_inv|weight_scale|weight_global_scale|scales?|scale_inv|qscale_weight)$")
-SCALE_DTYPES = {
+DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
+"""Of what weights are made of, by safetensors' name."""
 Read = Callable[[str], torch.Tensor]
 Parts = dict[str, torch.Tensor]
 Pieces = Iterator[tuple[Any, torch.Tensor]]
@@ -38,12 +42,15 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each value of a word, the 
 PIECE = 1 << 22  # numbers that are made at a time: 16 MB in float32, and some of these
 
 
+Extent = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+
+
 class LookUp(msgspec.Struct):
     """What bitsandbytes writes beside a weight of 4 bits: its shape, and how many numbers share their largest."""
 
-    shape: list[int]
-    blocksize: int
-    nested_blocksize: int = 1
+    shape: tuple[Extent, Extent]
+    blocksize: Extent
+    nested_blocksize: Extent = 1
     nested_offset: float = 0.0
 
 
@@ -70,8 +77,7 @@ class UnpackedTensor:
 @torch.no_grad()
 def unpack(plain: PlainTensor, read: Read, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Make a tensor plain; ``read`` gives a stored one by its name. Raises ConfigError."""
-    check_scales(plain, read)
-    parts = {role: read(name) for role, name in plain.parts.items()}
+    parts = check_parts(plain, read) | {"weight": read(plain.parts["weight"])}
     made = torch.empty(plain.shape, dtype=dtype)
     for place, numbers in RULES[plain.rule](plain, parts):
         made[place] = numbers
@@ -82,77 +88,73 @@ def shaped(plain: PlainTensor, read: Read) -> PlainTensor:
     """A tensor with its shape, where only what it is made of tells that. Raises ConfigError."""
     if "state" not in plain.parts:
         return plain
-    return replace(plain, shape=tuple(_read_look_up(plain, read(plain.parts["state"])).shape))
+    return replace(plain, shape=_read_look_up(plain, read(plain.parts["state"])).shape)
 
 
 def _read_look_up(plain: PlainTensor, state: torch.Tensor) -> LookUp:
-    name = plain.parts["state"]
+    name, n = plain.parts["state"], prod(plain.shape)
     try:
         look_up = msgspec.json.decode(bytes(state.tolist()), type=LookUp)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{name}: {error}") from None
-    sizes = (*look_up.shape, look_up.blocksize, look_up.nested_blocksize)
-    is_right = len(look_up.shape) == 2 and min(sizes) > 0 and isfinite(look_up.nested_offset)
-    if not is_right or prod(look_up.shape) != prod(plain.shape):
-        raise ConfigError(f"{name} says {look_up}, and {plain.parts['weight']} holds {prod(plain.shape)} numbers")
+    n_said = prod(look_up.shape)
+    if not isfinite(look_up.nested_offset) or n not in (n_said, n_said + n_said % 2):  # two are stored together
+        raise ConfigError(f"{name} says {look_up}, and {plain.parts['weight']} holds {n} numbers")
     return look_up
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-def check_scales(plain: PlainTensor, read: Read) -> None:
-    """Refuse scales that lose what they scale, and parts that contradict others. Raises ConfigError."""
-    for role in ("scale", "global"):
-        if role in plain.parts:
-            _check_numbers(plain.parts[role], read(plain.parts[role]), lambda: _loses_nothing(plain, read))
-    if "largest" in plain.parts:
-        _check_largest(plain, read)
-    if "shape" in plain.parts and tuple(read(plain.parts["shape"]).tolist()) != plain.shape:
+def check_parts(plain: PlainTensor, read: Read) -> Parts:
+    """Read what lies beside a weight. Raises ConfigError for scales that lose what they scale, and contradictions."""
+    parts = {role: read(name) for role, name in plain.parts.items() if role != "weight"}
+    for role, numbers in parts.items():
+        check_part(plain, role, numbers)
+    if "state" in parts:
+        _read_largest(plain, parts)
+    scale = parts.get("scale")
+    has_zeros = scale is not None and scale.dtype != torch.uint8 and not bool(scale.float().all())
+    if has_zeros and not _loses_nothing(plain, parts | {"weight": read(plain.parts["weight"])}):
+        raise ConfigError(f"{plain.parts['scale']} holds a scale that is zero: what it scales is lost")
+    return parts
+
+
+def check_part(plain: PlainTensor, role: str, numbers: torch.Tensor) -> None:
+    """Refuse numbers that are none, groups that there are not, and shapes that are others. Raises ConfigError.
+
+    ``numbers``: of what has this role, or, but for ``SMALL_PARTS``, some of it.
+    """
+    name = plain.parts[role]
+    if role == "state":
+        _read_look_up(plain, numbers)
+    elif role == "shape" and tuple(numbers.tolist()) != plain.shape:
         raise ConfigError(
-            f"{plain.parts['shape']} says {read(plain.parts['shape']).tolist()}, and {plain.parts['weight']} holds "
-            f"{list(plain.shape)}"
+            f"{name} says {numbers.tolist()}, and {plain.parts['weight']} holds {list(plain.shape)} numbers"
         )
-    if "group" in plain.parts:
-        group, n_groups = read(plain.parts["group"]), len(read(plain.parts["scale"]))
-        if not bool(((group >= 0) & (group < n_groups)).all()):
-            raise ConfigError(f"{plain.parts['group']} names groups beyond the {n_groups} that there are")
+    elif role == "format" and bool(numbers.any()):
+        raise ConfigError(f"{name} says that rows are not one after the other: not read")
+    elif role == "group":
+        n_groups = -(-plain.shape[1] // plain.block[1])
+        if not bool(((numbers >= 0) & (numbers < n_groups)).all()):
+            raise ConfigError(f"{name} names groups beyond the {n_groups} that there are")
+    elif role == "scale" and numbers.dtype == torch.uint8:
+        _require(name, not bool((numbers == NO_NUMBER).any()))
+    elif role == "global":
+        _require(name, bool(numbers.isfinite().all()) and bool(numbers.all()))
+    elif numbers.is_floating_point():
+        _require(name, bool(numbers.float().isfinite().all()))
 
 
-def _check_largest(plain: PlainTensor, read: Read) -> None:
-    """Refuse what does not fit, and what is no number; a row or block of zeros has a largest of zero."""
-    if "format" in plain.parts and bool(read(plain.parts["format"]).any()):
-        raise ConfigError(f"{plain.parts['format']} says that rows are not one after the other: not read")
-    parts = {role: read(name) for role, name in plain.parts.items()}
-    largest = _read_largest(plain, parts) if "state" in parts else parts["largest"]
-    if not bool(largest.isfinite().all()):
-        raise ConfigError(f"{plain.parts['largest']} holds no number: what it scales is lost")
-
-
-def check_stored_scales(name: str, kind: str, data: bytes) -> None:
-    """Refuse a piece of a stored tensor, if that is one of scales, which are no numbers or zero. Raises ConfigError."""
-    dtype = SCALE_DTYPES.get(kind)
-    if dtype is not None and SCALES.search(name):
-        _check_numbers(name, torch.frombuffer(bytearray(data), dtype=dtype))
-
-
-def _check_numbers(name: str, scales: torch.Tensor, may_be_zero: Callable[[], bool] = lambda: False) -> None:
-    if scales.dtype == torch.uint8:
-        is_good = not bool((scales == NO_NUMBER).any())
-    else:
-        numbers = scales.float()
-        is_good = bool(numbers.isfinite().all()) and (bool((numbers != 0).all()) or may_be_zero())
+def _require(name: str, is_good: bool) -> None:
     if not is_good:
-        raise ConfigError(f"{name} holds a scale that is zero or no number: what it scales is lost")
+        raise ConfigError(f"{name} holds what is no number, or zero: what it scales is lost")
 
 
-def _loses_nothing(plain: PlainTensor, read: Read) -> bool:
-    """Are the weights zero wherever their scale is? So are blocks of zeros written."""
-    if plain.rule != "scaled":
-        return False
-    weight = read(plain.parts["weight"]).float() != 0
-    scale = _read_scale(read(plain.parts["scale"]))
-    return not bool((weight & (_spread(scale, plain.block, weight.shape) == 0)).any())
+def _loses_nothing(plain: PlainTensor, parts: Parts) -> bool:
+    """Are weights zero wherever their scale is? So are blocks of zeros written."""
+    of_zeros = parts | {"scale": (parts["scale"].float() == 0).to(parts["scale"].dtype)}
+    return not any(bool(numbers.any()) for _, numbers in RULES[plain.rule](plain, of_zeros))
 
 
 # --- how each form is read ---------------------------------------------------------------------------------------
@@ -167,6 +169,7 @@ def _scaled(plain: PlainTensor, parts: Parts) -> Pieces:
         if expert is not None:
             weight = weight[expert]
             own_scale = scale[expert] if scale.numel() > 1 else scale
+            own_zero = zero[expert] if zero is not None and zero.numel() > 1 else zero
         for rows in _row_pieces(weight.shape[0], weight.shape[1], max(1, plain.block[0])):
             values = weight[rows].float()
             if own_zero is not None:
@@ -265,8 +268,11 @@ def _read_largest(plain: PlainTensor, parts: Parts) -> torch.Tensor:
         raise ConfigError(f"{plain.parts['largest']} has {len(largest)} blocks, and {plain.parts['state']} {n_blocks}")
     if "outer largest" not in parts:
         return largest
-    outer = parts["outer largest"].repeat_interleave(look_up.nested_blocksize)[: len(largest)]
-    return parts["outer table"][largest.int()] * outer + look_up.nested_offset
+    outer = parts["outer largest"][torch.arange(len(largest)) // look_up.nested_blocksize]
+    found = parts["outer table"][largest.int()] * outer + look_up.nested_offset
+    if not bool(found.isfinite().all()):
+        raise ConfigError(f"{plain.parts['largest']} holds what is no number: what it scales is lost")
+    return found
 
 
 RULES: dict[str, Callable[[PlainTensor, Parts], Pieces]] = {
@@ -333,6 +339,5 @@ def _spread(blocks: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> 
     """The value of its block for each element of [..., rows, columns]; the last blocks may be smaller."""
     if not block[0]:
         return blocks if blocks.ndim != 1 or len(shape) != 3 or len(blocks) == 1 else blocks[:, None, None]
-    rows, columns = block
-    spread = blocks.repeat_interleave(rows, -2)[..., : shape[-2], :]
-    return spread.repeat_interleave(columns, -1)[..., : shape[-1]]
+    rows, columns = (torch.arange(n) // size for n, size in zip(shape[-2:], block, strict=True))
+    return blocks[..., rows, :][..., columns]

@@ -74,7 +74,7 @@ def group_bytes(
             group = groups[tensor.parts.get("weight", tensor.name)]
             is_block = group != manifest.n_blocks
             shape = tensor.shape
-            if "state" in tensor.parts:  # that says which shape the numbers have: one that suits any bits
+            if "state" in tensor.parts:  # only that says its shape: as wide as models are, by multiples of 32
                 shape = (INT4_ROWS, shape[0] // INT4_ROWS)
             bits = "none"
             if is_block:

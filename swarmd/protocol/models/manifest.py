@@ -75,6 +75,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         """The size of one chunk: all but the last are of CHUNK_BYTES."""
         return min(CHUNK_BYTES, self.n_bytes - chunk * CHUNK_BYTES)
 
+    @property
+    def is_zero(self) -> bool:
+        """Are all of its bytes zero?"""
+        return all(self.is_chunk(chunk, bytes(self.chunk_bytes(chunk))) for chunk in range(len(self.chunks)))
+
     def is_chunk(self, chunk: int, data: bytes | memoryview) -> bool:
         """Are these the bytes that the manifest promises?"""
         return hashlib.sha256(data).digest() == self.chunks[chunk]
@@ -200,7 +205,7 @@ def shard_names(folder: Path) -> list[str]:
         raise ConfigError(f"{index}: weight_map must map tensor names to file names")
     names = sorted(set(files))
     for name in names:
-        if Path(name).name != name:
+        if Path(name).name != name or name == ".." or not name.isprintable():
             raise ConfigError(f"{index}: the shard {name!r} lies outside the folder")
     return names
 
@@ -276,10 +281,11 @@ def check(manifest: Manifest) -> None:
         raise IntegrityError(f"expected a manifest of version {VERSION}, got {manifest.version}")
     try:
         config = json.loads(manifest.config)
+        canonical = canonical_json(config)
     except (ValueError, RecursionError):
         raise IntegrityError("the manifest's config is not JSON") from None
     n_blocks = configuration.count_blocks(configuration.check(config))
-    if (canonical_json(config), n_blocks) != (manifest.config, manifest.n_blocks):
+    if (canonical, n_blocks) != (manifest.config, manifest.n_blocks):
         raise IntegrityError("the manifest's config is not canonical, or has another number of blocks than it says")
     names = [entry.name for entry in manifest.entries]
     file_names = [file.name for file in manifest.files]
@@ -331,8 +337,10 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
     # In a composite (``model.language_model.layers.7.…``, ``model.visual.…``, ``lm_head.weight``) what has a row for
     # each token is the decoder's, and so is all that stands where both an embedding and the blocks do.
     vocabulary = configuration.read_vocabulary(config)
-    around = [tensor for tensor in manifest.tensors if not tensor.name.startswith(best)]
-    rows = {_module(tensor.name) for tensor in around if vocabulary and tensor.shape[:1] == (vocabulary,)}
+    plain = plain_tensors(manifest) if vocabulary else []
+    owners = {part: tensor.name for tensor in plain for part in tensor.parts.values()}
+    rows = {_module(tensor.name) for tensor in plain if tensor.shape[:1] == (vocabulary,)}
+    rows -= {_module(tensor.name) for tensor in manifest.tensors if tensor.name.startswith(best)}
     places = [best[: at + 1] for at in range(len(best)) if best[at] == "."]
     decoder = max((place for place in places if any(name.startswith(place) for name in rows)), key=len, default="")
 
@@ -340,7 +348,8 @@ def entry_groups(manifest: Manifest) -> tuple[int | None, ...]:
         number = name[len(best) :].split(".")[0] if name.startswith(best) else ""
         if number.isdecimal():
             return layout.block_of(int(number)) if int(number) < n_layers else None
-        return manifest.n_blocks if _module(name) in rows or name.startswith(decoder) else None
+        has_rows = _module(owners.get(name, name)) in rows
+        return manifest.n_blocks if has_rows or name.startswith(decoder) else None
 
     of_files = [manifest.n_blocks] * len(manifest.files)
     of_tensors = [group(tensor.name) for tensor in manifest.tensors]

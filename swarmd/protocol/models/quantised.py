@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,6 +32,8 @@ NV_GROUP = 16  # values that share a scale of 8 bits
 FLOATS: tuple[str, ...] = ("F8_E4M3", "F8_E5M2")
 SCALES = ("F32", "F16", "BF16")
 EXPONENTS: tuple[str, ...] = ("F8_E8M0", "U8")  # scales that are powers of two
+SMALL_PARTS = ("state", "shape", "format")
+"""Roles of what a matrix has beside numbers: a few bytes, or kilobytes."""
 TABLE_SIZE, OUTER_TABLE_SIZE = 16, 256  # numbers that 4 and 8 bits of bitsandbytes look up
 MAX_STATE_BYTES = 4_096  # of JSON beside such a weight, which has less than 200
 UNUSED = re.compile(
@@ -76,17 +79,17 @@ def plain_tensors(scheme: Scheme | None, stored: Iterable[Stored]) -> list[Plain
     made = [made for tensor in tensors if (made := _make(scheme, tensor, by_name)) is not None]
     used = {part for tensor in made for part in tensor.parts.values()}
     rest = [PlainTensor(*t) for t in tensors if t.name not in used and not UNUSED.search(t.name)]
-    twice = {tensor.name for tensor in made} & {tensor.name for tensor in rest}
-    if twice:
-        raise IntegrityError(f"{min(twice)} is stored twice: packed, and plain")
-    return [*made, *rest]
+    plain = [*made, *rest]
+    if len({tensor.name for tensor in plain}) < len(plain):
+        twice = [name for name, n in Counter(tensor.name for tensor in plain).items() if n > 1]
+        raise IntegrityError(f"{min(twice)} is stored twice, in two forms")
+    return plain
 
 
 def _group_size(main: Stored, group: int, n_groups: int, n_in: int) -> int:
     """How many inputs share a scale. Raises IntegrityError where that does not come out."""
-    size = group if n_groups > 1 and group else -(-n_in // n_groups) if n_groups else 0
-    is_even = group > 0 or (n_groups > 0 and n_in % n_groups == 0)
-    if not n_groups or not is_even or -(-n_in // size) != n_groups:
+    size = group or (n_in // n_groups if n_groups else 0)
+    if not size or -(-n_in // size) != n_groups:
         raise IntegrityError(f"{main.name} has {n_groups} groups for {n_in} inputs, group_size {group or None}")
     return size
 
@@ -144,32 +147,27 @@ class _Parts:
 
 def _scaled(scheme: Scheme, parts: _Parts, name: str, scale_name: str) -> PlainTensor | None:
     """8 bits a number, with a scale for the tensor, a row, a group of a row, or a block."""
-    main = parts.main
-    if parts.find(scale_name) is None or main.dtype not in (*FLOATS, "I8") or len(main.shape) not in (2, 3):
+    main, scale = parts.main, parts.find(scale_name)
+    if scale is None or main.dtype not in (*FLOATS, "I8") or len(main.shape) not in (2, 3) or 0 in main.shape:
         return None
-    *outer, rows, columns = main.shape
-    tail = tuple(outer)
-    shapes = [(), (1,), (1, 1), (*tail, rows, 1)]
-    if tail:
-        shapes.append(tail)
-        shapes.append((*tail, 1, 1))
+    *leading, rows, columns = main.shape
+    of_sets = [tuple(leading), (*leading, 1, 1)] if leading else []
+    shapes = [(), (1,), (1, 1), (*leading, rows, 1), *of_sets]
     block_rows, block_columns = scheme.block
-    blocks = (*tail, -(-rows // block_rows), -(-columns // block_columns)) if block_rows else ()
-    found = parts.find(scale_name)
-    assert found is not None
-    groups = found.shape[-1] if len(found.shape) == len(main.shape) else 0
+    blocks = (*leading, -(-rows // block_rows), -(-columns // block_columns)) if block_rows else ()
+    groups = scale.shape[-1] if scale.shape[:-1] == main.shape[:-1] else 0
     block = (0, 0)
-    if blocks and found.shape == blocks:
+    if blocks and scale.shape == blocks:
         block = scheme.block
-        shapes.append(blocks)
-    elif groups > 1 and columns % groups == 0 and found.shape[-2] == rows:
+    elif groups > 1 and columns % groups == 0 and (not scheme.groups or columns // groups in scheme.groups):
         block = (1, columns // groups)
-        shapes.append(found.shape)
+    if block[0]:
+        shapes.append(scale.shape)
     parts.need(scale_name, (*SCALES, *EXPONENTS), *shapes)
     roles = {"weight": main.name, "scale": scale_name}
     zero_name = f"{scale_name.removesuffix('_scale')}_zero_point"
     if parts.find(zero_name) is not None:
-        parts.need(zero_name, ("I8",), found.shape)
+        parts.need(zero_name, ("I8",), scale.shape)
         roles["zero"] = zero_name
     return PlainTensor(name, "F32", main.shape, "scaled", roles, 8, block)
 
@@ -244,14 +242,17 @@ def _columns(scheme: Scheme, parts: _Parts) -> PlainTensor:
     listed = parts.find(f"{stem}g_idx")
     if listed is not None and scheme.method == GPTQ:  # a number for each input: matrices may differ in their bits
         bits = next((n for n in GPTQ_BITS if listed.shape == (rows * WORD_BITS // n,)), bits)
-    per_word = WORD_BITS / bits
-    n_in, n_out = (int(rows * per_word), columns) if scheme.method == GPTQ else (rows, int(columns * per_word))
+    is_gptq = scheme.method == GPTQ
+    n_in, n_out = (rows * WORD_BITS // bits, columns) if is_gptq else (rows, columns * WORD_BITS // bits)
     scale = parts.find(f"{stem}scales")
     n_groups = scale.shape[0] if scale is not None and len(scale.shape) == 2 else 1
     parts.need(f"{stem}scales", SCALES, (n_groups, n_out))
     parts.need(f"{stem}qzeros", ("I32",), (n_groups, -(-n_out * bits // WORD_BITS)))
     roles = {"weight": parts.main.name, "scale": f"{stem}scales", "zero": f"{stem}qzeros"}
-    block = (1, _group_size(parts.main, scheme.group, n_groups, n_in))
+    group = scheme.group
+    if listed is not None and group and -(-n_in // group) != n_groups:  # groups of this matrix are of another size
+        group = 0
+    block = (1, _group_size(parts.main, group, n_groups, n_in))
     if listed is not None:
         roles["group"] = parts.need(f"{stem}g_idx", ("I32", "I64"), (n_in,)).name
     shape = (n_out, n_in)

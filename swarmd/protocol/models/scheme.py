@@ -19,6 +19,7 @@ FP8, MXFP4, GPTQ, AWQ, COMPRESSED = "fp8", "mxfp4", "gptq", "awq", "compressed-t
 BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
 METHODS = (FP8, MXFP4, GPTQ, AWQ, COMPRESSED, BITSANDBYTES, TORCHAO)
 GPTQ_BITS = (2, 3, 4, 8)
+MOST_KINDS = 8  # of weights in one model: each matrix is compared with all of them
 PACKED_BITS = (2, 4, 8)  # of compressed-tensors; versions pack 3, 5, 6 and 7 bits differently, under the same name
 
 
@@ -26,7 +27,8 @@ PACKED_BITS = (2, 4, 8)  # of compressed-tensors; versions pack 3, 5, 6 and 7 bi
 class Scheme:
     """How a checkpoint's weights are quantised: ``bits``, and inputs of a row that share a scale (``group``, 0: all).
 
-    ``packings``: kinds of both, where weights may differ. ``block``, ``zeros_lag``: see ``quantised.PlainTensor``.
+    ``packings``: kinds of both, where weights may differ. ``groups``: sizes that any of these have. ``block``,
+    ``zeros_lag``: see ``quantised.PlainTensor``.
     """
 
     method: str
@@ -35,20 +37,20 @@ class Scheme:
     zeros_lag: bool = False
     group: int = 0
     packings: tuple[tuple[int, int], ...] = ()
+    groups: tuple[int, ...] = ()
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     """How a configuration says that the weights are quantised; None for plain ones. Raises IntegrityError."""
     sections = [config, *(config[name] for name in SECTIONS if isinstance(config.get(name), dict))]
-    found = {scheme for section in sections if (scheme := _read_section(section)) is not None}
+    found = {_read_settings(key, section) for section in sections for key in FIELDS} - {None}
     if len(found) > 1:
         raise IntegrityError(f"{FIELDS[0]} stands there twice, and says two things")
     return found.pop() if found else None
 
 
-def _read_section(config: Mapping[str, Any]) -> Scheme | None:
-    key = next((key for key in FIELDS if config.get(key)), None)
-    settings = config[key] if key is not None else {}
+def _read_settings(key: str, config: Mapping[str, Any]) -> Scheme | None:
+    settings = config.get(key) or {}
     if not isinstance(settings, dict):
         raise IntegrityError(f"{key} is no JSON object")
     for sparsity in (config.get("sparsity_config"), settings.get("sparsity_config")):
@@ -58,13 +60,11 @@ def _read_section(config: Mapping[str, Any]) -> Scheme | None:
             )
     if settings.get("transform_config"):
         raise IntegrityError("the weights are for inputs that are rotated (transform_config), which nothing here does")
-    if key is None:
+    if not settings:
         return None
     method = settings.get("quant_method", COMPRESSED if key == FIELDS[1] else None)
     if method == FP8:
-        return Scheme(FP8, 8, _read_block(settings.get("weight_block_size")))
-    if method == MXFP4:
-        return Scheme(MXFP4, 4)
+        return Scheme(FP8, block=_read_block(settings.get("weight_block_size")))
     if method == GPTQ:
         return _read_gptq(settings)
     if method == AWQ:
@@ -74,7 +74,7 @@ def _read_section(config: Mapping[str, Any]) -> Scheme | None:
         return Scheme(AWQ, 4, group=_read_group(settings.get("group_size", settings.get("q_group_size"))))
     if method == COMPRESSED:
         return _read_compressed(settings)
-    if method in (BITSANDBYTES, TORCHAO):
+    if method in (MXFP4, BITSANDBYTES, TORCHAO):
         return Scheme(method)
     raise IntegrityError(
         f"the weights are quantised already ({key}: {str(method)[:32]}): swarmd reads plain ones and "
@@ -113,8 +113,14 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
     for each in whole:
         _require("compressed-tensors", "num_bits", each.get("num_bits"), PACKED_BITS)
     packings = dict.fromkeys((int(each["num_bits"]), _read_group(each.get("group_size"))) for each in whole)
-    block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
-    return Scheme(COMPRESSED, block=_read_block(block), packings=tuple(packings))
+    sizes = dict.fromkeys(size for each in weights if (size := _read_group(each.get("group_size"))))
+    blocks = {_read_block(each["block_structure"]) for each in weights if each.get("block_structure")}
+    if len(packings) > MOST_KINDS or len(sizes) > MOST_KINDS or len(blocks) > 1:
+        raise IntegrityError(
+            f"compressed-tensors with {len(packings)} kinds of weights and blocks of {len(blocks)} sizes: up to "
+            f"{MOST_KINDS} kinds are read, and blocks of one size"
+        )
+    return Scheme(COMPRESSED, block=next(iter(blocks), (0, 0)), packings=tuple(packings), groups=tuple(sizes))
 
 
 def _read_group(size: Any) -> int:

@@ -16,10 +16,12 @@ from swarmd.compute.linear.layers import quantise_layer
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
-from swarmd.compute.model.unpacking import unpack
-from swarmd.errors import ConfigError
+from swarmd.compute.model.unpacking import shaped, unpack
+from swarmd.errors import ConfigError, IntegrityError
 from swarmd.plan.chains.memory import group_bytes
 from swarmd.protocol.models import manifest
+from swarmd.protocol.models.quantised import Stored, plain_tensors
+from swarmd.protocol.models.scheme import BITSANDBYTES, COMPRESSED, FP8, Scheme
 from swarmd.values import Span
 from tests import checkpoints, families, quantised_files
 from tests.quantised_files import FORMATS, write_experts, write_quantised
@@ -90,10 +92,11 @@ def test_kinds_that_no_number_of_groups_tells_apart_are_refused(llama: Path, tmp
         manifest.read_folder(folder)
 
 
-def test_a_text_part_may_say_that_it_is_quantised_and_its_head_may_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["fp8", "gptq", "awq", "packed with zero points", "bitsandbytes int8", "torchao int8"])
+def test_a_text_part_may_say_that_it_is_quantised_and_its_head_may_be(form: str, tmp_path: Path) -> None:
     plain = families.make_named("qwen3_vl", tmp_path / "plain")
     folder = tmp_path / "quantised"
-    expected = write_quantised(plain, folder, "fp8", leaves=("embed", "norm", "visual"))
+    expected = write_quantised(plain, folder, form, leaves=("embed", "norm", "visual"))
     path = folder / "config.json"
     config = json.loads(path.read_text())
     moved = config.pop("quantization_config")
@@ -188,16 +191,33 @@ def test_what_has_few_bits_gets_the_same_again(
 
 
 Q = "model.layers.0.self_attn.q_proj."
+LOST = r"what it scales is lost"
+STATE = f"{Q}weight.quant_state.bitsandbytes__nf4"
+
+
+def state_of(**changes: Any) -> torch.Tensor:
+    written = json.dumps({"shape": [64, 64], "blocksize": 64, "quant_type": "nf4", **changes})
+    return torch.tensor([*written.encode()], dtype=torch.uint8)
+
+
 BROKEN = {
-    "a scale of zero": ("fp8", {f"{Q}weight_scale_inv": torch.zeros(3, 2)}, "zero or no number"),
-    "a scale that is no number": ("awq", {f"{Q}scales": torch.full((4, 64), torch.nan).half()}, "zero or no number"),
-    "an infinite scale": ("nvfp4", {f"{Q}weight_global_scale": torch.tensor([torch.inf])}, "zero or no number"),
+    "a scale of zero": ("fp8", {f"{Q}weight_scale_inv": torch.zeros(3, 2)}, LOST),
+    "a scale that is no number": (
+        "awq",
+        {f"{Q}scales": torch.full((4, 64), torch.nan).half()},
+        LOST,
+    ),
+    "an infinite scale": (
+        "nvfp4",
+        {f"{Q}weight_global_scale": torch.tensor([torch.inf])},
+        LOST,
+    ),
     "an exponent that is no number": (
         "mxfp4",
         {f"{Q}weight_scale": torch.full((64, 2), 255, dtype=torch.uint8)},
-        "zero or no number",
+        LOST,
     ),
-    "a matrix twice": ("awq", {f"{Q}weight": torch.ones(64, 64)}, "is stored twice: packed, and plain"),
+    "a matrix twice": ("awq", {f"{Q}weight": torch.ones(64, 64)}, "is stored twice, in two forms"),
     "no scale": ("gptq", {f"{Q}scales": None}, "lacks .*q_proj.scales"),
     "no zero points": ("gptq", {f"{Q}qzeros": None}, "lacks .*q_proj.qzeros"),
     "scales of another shape": ("fp8", {f"{Q}weight_scale_inv": torch.ones(2, 2)}, r"is F32 \[2, 2\]"),
@@ -210,11 +230,15 @@ BROKEN = {
         {f"{Q}weight": torch.ones(64, 32, dtype=torch.int8)},
         r"is \(64, 32\), and by config.json it is \(64, 64\)",
     ),
-    "a largest that is no number": ("nf4", {f"{Q}weight.absmax": torch.full((64,), torch.nan)}, "holds no number"),
+    "a largest that is no number": (
+        "nf4",
+        {f"{Q}weight.absmax": torch.full((64,), torch.nan)},
+        LOST,
+    ),
     "an outer largest that is none": (
         "nf4, nested",
         {f"{Q}weight.nested_absmax": torch.full((3,), torch.inf)},
-        "holds no number",
+        LOST,
     ),
     "too few blocks": ("nf4", {f"{Q}weight.absmax": torch.ones(63)}, "has 63 blocks, and .* 64"),
     "another number of numbers": (
@@ -234,6 +258,29 @@ BROKEN = {
         "weight_format says that rows are not one after the other",
     ),
     "torchao's 4 bits": ("torchao int8", {f"{Q}_weight_qdata": torch.zeros(64, 32, dtype=torch.uint8)}, "of 8 bits"),
+    "blocks beyond memory": ("nf4", {STATE: state_of(nested_blocksize=2**40)}, "nested_blocksize"),
+    "a block of nothing": ("nf4", {STATE: state_of(blocksize=0)}, "blocksize"),
+    "a state without an end": (
+        "nf4",
+        {STATE: torch.tensor([*b'{"x":', *b"[" * 3_000, *b"}"], dtype=torch.uint8)},
+        "quant_state",
+    ),
+    "a table of no numbers": ("nf4", {f"{Q}weight.quant_map": torch.full((16,), torch.nan)}, LOST),
+    "two forms of one matrix": (
+        "packed",
+        {f"{Q}weight": torch.ones(64, 64, dtype=torch.int8)},
+        "is stored twice, in two forms",
+    ),
+    "groups of another size": (
+        "packed",
+        {
+            f"{Q}weight_packed": None,
+            f"{Q}weight": torch.ones(64, 64, dtype=torch.int8),
+            f"{Q}weight_scale": torch.ones(64, 2).half(),
+        },
+        r"weight_scale is F16 \[64, 2\]",
+    ),
+    "one group where there are four": ("awq", {f"{Q}scales": torch.ones(1, 64).half()}, "qzeros is I32"),
     "8 bits without a scale": ("int8", {f"{Q}weight_scale": None}, "is of kind I8"),
 }
 
@@ -258,6 +305,44 @@ def test_gpt_oss_with_groups_of_another_size_is_refused(tmp_path: Path) -> None:
         manifest.read_folder(tmp_path / "quantised")
 
 
+def made(kind: Scheme, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The one weight that stored tensors make."""
+    names = {torch.int8: "I8", torch.float32: "F32", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
+    (plain,) = plain_tensors(kind, [Stored(n, names[t.dtype], tuple(t.shape)) for n, t in stored.items()])
+    return unpack(shaped(plain, stored.__getitem__), stored.__getitem__)
+
+
+def test_sets_of_experts_have_zero_points_of_their_own() -> None:
+    weight = torch.randint(-9, 9, (4, 4, 4), dtype=torch.int8)
+    zero = torch.arange(1, 5, dtype=torch.int8).view(4, 1, 1).expand(4, 4, 1).contiguous()
+    stored = {"a.weight": weight, "a.weight_scale": torch.full((4, 4, 1), 2.0), "a.weight_zero_point": zero}
+    assert torch.equal(made(Scheme(COMPRESSED), stored), (weight.float() - zero.float()) * 2)
+
+
+def test_scales_are_of_as_many_experts_as_there_are() -> None:
+    stored = {"a.weight": torch.ones(4, 4, 8, dtype=torch.int8), "a.weight_scale": torch.ones(2, 4, 2)}
+    with pytest.raises(IntegrityError, match=r"a\.weight_scale is F32 \[2, 4, 2\]"):
+        made(Scheme(COMPRESSED), stored)
+
+
+def test_an_odd_number_of_4_bits_is_read_without_the_last_half() -> None:
+    table = torch.linspace(-1, 1, 16)
+    codes = torch.arange(15) % 16
+    padded = torch.cat([codes, torch.zeros(1, dtype=torch.int64)])
+    stored = {
+        "a.weight": ((padded[0::2] << 4) | padded[1::2]).to(torch.uint8).view(-1, 1),
+        "a.weight.absmax": torch.tensor([2.0]),
+        "a.weight.quant_map": table,
+        "a.weight.quant_state.bitsandbytes__nf4": state_of(shape=[3, 5]),
+    }
+    assert torch.equal(made(Scheme(BITSANDBYTES), stored), (table[codes] * 2).view(3, 5))
+
+
+def test_a_scale_of_a_block_that_is_larger_than_its_matrix_takes_no_more_than_the_matrix() -> None:
+    stored = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.full((1, 1), 3.0)}
+    assert torch.equal(made(Scheme(FP8, block=(2**16, 2**16)), stored), torch.full((2, 2), 3.0))  # else 17 GB
+
+
 METHODS: dict[str, tuple[Any, str]] = {
     "another": ({"quant_method": "hqq"}, "hqq.*fp8, mxfp4, gptq, awq"),
     "none": ({"bits": 4}, "None"),
@@ -273,6 +358,26 @@ METHODS: dict[str, tuple[Any, str]] = {
     ),
     "rotated": ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}, "transform_config"),
     "sparse": ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
+    "two methods": (
+        {"quant_method": "gptq", "bits": 4},
+        "stands there twice",
+    ),
+    "more kinds than any model has": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {str(n): {"weights": {"num_bits": 4, "group_size": n}} for n in range(1, 99)},
+        },
+        "with 98 kinds of weights",
+    ),
+    "blocks of two sizes": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                str(n): {"weights": {"num_bits": 8, "type": "float", "block_structure": [n, n]}} for n in (64, 128)
+            },
+        },
+        "blocks of 2 sizes",
+    ),
     "no groups": ({"quant_method": "compressed-tensors"}, "without config_groups"),
     "an order of its own": (
         {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"actorder": "group"}}}},
@@ -287,7 +392,8 @@ def test_what_is_not_read_is_refused_by_its_name(llama: Path, method: str, tmp_p
     folder = tmp_path / "quantised"
     write_quantised(llama, folder, "fp8")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    also = {"compression_config": {"quant_method": "fp8"}} if method == "two methods" else {}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings, **also}))
     with pytest.raises(ConfigError, match=message):
         manifest.read_folder(folder)
 
