@@ -32,6 +32,16 @@ KV_CACHE = ("none", "int8")
 COMPILED = ("auto", "off")
 
 
+def parse_team(weights: str) -> tuple[float, ...]:
+    """Read what the members of a team are worth: "1:2". Raises ConfigError."""
+    parts = weights.split(":") if weights else []
+    if not all(re.fullmatch(r"\d{1,4}(\.\d{1,3})?", part) and float(part) > 0 for part in parts) or len(parts) > 64:
+        raise ConfigError(
+            f"team is for example 1:1 or 1:2:6, up to 64 members with what each is worth, not {weights!r}"
+        )
+    return tuple(map(float, parts)) if len(parts) > 1 else ()
+
+
 def format_of(quantize: str, kv_cache: str) -> str:
     """In which bits a server computes and keeps, as it announces that: those of one format can check each other."""
     return quantize if kv_cache == "none" else f"{quantize}+kv_{kv_cache}"
@@ -63,8 +73,9 @@ def parse_span(text: str) -> Span:
 class Serve:
     """What one worker serves: a model ("" is any, by need), which blocks, and how. One table ``[[serve]]``.
 
-    ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU. Models that are served as GGUF
-    take "vulkan", "vulkan:1" or "metal", and the CPU for "". With ``head`` a server of a
+    ``team`` has several processes compute the blocks together, each a slice of every block: "1:2" is two, of which the
+    second has twice the threads. ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU.
+    Models that are served as GGUF take "vulkan", "vulkan:1" or "metal", and the CPU for "". With ``head`` a server of a
     model's last blocks computes norm and head, too, for clients that ask. ``compiled`` "off" computes with the
     library's own kernels only.
     """
@@ -80,6 +91,12 @@ class Serve:
     threads: int = 0
     cache_tokens: int = 131_072
     device: str = ""
+    team: str = ""
+
+    @property
+    def members(self) -> tuple[float, ...]:
+        """What each process of a team is worth; none where one computes alone. Raises ConfigError."""
+        return parse_team(self.team)
 
     @property
     def format(self) -> str:
@@ -160,6 +177,7 @@ class Config:
     ``tuning_share`` is how much of its time fine-tuning may take while sessions decode.
     ``training_runs`` says whether this machine takes part in training runs: "asked" (only in those that its user
     joined) or "off".
+    ``team`` has several processes compute blocks together ("1:2": see Serve).
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
@@ -187,6 +205,7 @@ class Config:
     compiled: str = "auto"
     threads: int = 0
     device: str = ""
+    team: str = ""
     cache_tokens: int = 131_072
     history_mib: int = 512
     tuning_mib: int = 512
@@ -395,6 +414,7 @@ def _check_serve(serve: Serve) -> None:
     if not re.fullmatch(r"[a-z]*(:\d+)?", serve.device):
         raise ConfigError(f"device is for example cpu or cuda:1, or vulkan for GGUF, not {serve.device!r}")
     _ = serve.span
+    _ = serve.members
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

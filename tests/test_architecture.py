@@ -290,7 +290,8 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "cache": {"compiled", "model"},
         "passes": {"cache", "compiled", "cuda", "hardware", "linear", "model"},
         "checkpoints": {"cache", "llama_cpp", "model", "passes"},
-        "serving": {"cache", "hardware", "llama_cpp", "model", "passes"},
+        "serving": {"cache", "hardware", "llama_cpp", "model", "passes", "teams"},
+        "teams": {"cache", "hardware", "model", "passes"},
         "runs": {"hardware", "model", "passes"},
     },
     "train": {

@@ -63,6 +63,7 @@ class SpanAdapters:
         self._hooked: set[str] = set()
         self._sessions: list[tuple[int, LoraUpdates]] = []
         self._on_tensor = on_tensor  # reading takes a while, and is progress
+        self.refusal = ""  # why none is taken
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._known
@@ -87,6 +88,8 @@ class SpanAdapters:
 
     def read(self, shards: Sequence[Path], raw_config: bytes) -> LoraUpdates:
         """Read this span's part of an adapter and hook its modules. Raises ConfigError if it cannot be used here."""
+        if self.refusal:
+            raise ConfigError(self.refusal)
         try:
             return self._read_tensors(shards, read_settings(msgspec.json.decode(raw_config)))
         except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:

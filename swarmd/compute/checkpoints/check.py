@@ -200,7 +200,7 @@ def _check_groups(folder: Path, config: PretrainedConfig, manifest: Manifest, te
     """Refuse a checkpoint of which a client would not get what it needs. Raises ConfigError."""
     groups = dict(zip((entry.name for entry in manifest.entries), entry_groups(manifest), strict=True))
     parts = {tensor.name: tensor.parts.values() or (tensor.name,) for tensor in tensors}
-    needed = skeleton.needed_keys(skeleton.hollow_class(config, None), config, list(parts))
+    needed = skeleton.needed_targets(skeleton.hollow_class(config, None), config, list(parts))
     if lacking := [name for key in needed for name in parts[key] if groups[name] != manifest.n_blocks]:
         raise ConfigError(f"{folder}: a client needs {some_of(lacking)}, whose names are those of another part")
 

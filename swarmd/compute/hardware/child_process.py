@@ -14,6 +14,11 @@ _PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent end
 def follow_parent(parent: int) -> None:
     """Yield to everybody from now on, and end with the parent. Call it before anything large is imported."""
     os.nice(LOWEST_PRIORITY)
+    end_with_parent(parent)
+
+
+def end_with_parent(parent: int) -> None:
+    """End when the parent does, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

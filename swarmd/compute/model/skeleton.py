@@ -35,6 +35,7 @@ from swarmd.compute.linear.quantize import library_config
 from swarmd.compute.model.checkpoint_tensors import CheckpointTensors
 from swarmd.compute.model.plain_config import building, read_config
 from swarmd.compute.model.rows import RowFormat, argument_of
+from swarmd.compute.model.slicing import Slicing
 from swarmd.errors import ConfigError
 from swarmd.plan.chains.memory import INT8_GROUP, WORKSPACE_BYTES, loaded_bits, tensor_bytes
 from swarmd.protocol.models import manifest, shards
@@ -299,8 +300,8 @@ def family_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     raise ConfigError(f"{type(config).__name__} has no causal language model in transformers: unsupported family")
 
 
-def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrainedModel]:
-    """Derive the family's class with only these layers; None is the client's: everything but the layers."""
+def hollow_class(config: PretrainedConfig, span: Span | None, slicing: Slicing | None = None) -> type[PreTrainedModel]:
+    """Derive the family's class with only these layers, or slices of them; None is the client's: all but layers."""
     base = family_class(config)
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -317,6 +318,9 @@ def hollow_class(config: PretrainedConfig, span: Span | None) -> type[PreTrained
                 layers[index] = Stub(layer)
         _hollow_out(self, layers)
         self.all_tied_weights_keys = {}
+        if slicing is not None:
+            name = next(name for name, module in self.named_modules() if module is layers)
+            slicing.narrow({f"{name}.{index}": layers[index] for index in span.blocks()}, text_config(config))
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__init__": __init__}
     return type(base.__name__, (base,), names)
@@ -329,16 +333,18 @@ def load(
     quantize: str = "none",
     device: str = "cpu",
     on_part: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    slicing: Slicing | None = None,
 ) -> PreTrainedModel:
     """Build the hollow model and read just its own tensors, lazily, from the shards that hold them.
 
     Raises ConfigError when a tensor is missing, when something would be left uninitialised, or when it would not fit
-    into the device's memory. ``on_part`` is told what is done, and how many of how many parts of it are.
+    into the device's memory. ``on_part`` is told what is done, and how many of how many parts of it are. With
+    ``slicing`` only a member's slices of the layers are read.
     """
     if span is not None and quantize in ("int8", "int4"):
-        return _load_quantised(folder, span, dtype, quantize, device, on_part)
+        return _load_quantised(folder, span, dtype, quantize, device, on_part, slicing)
     config = read_config(folder)
-    return _load_model(folder, config, hollow_class(config, span), dtype, quantize, device)
+    return _load_model(folder, config, hollow_class(config, span, slicing), dtype, quantize, device, slicing)
 
 
 def load_whole(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -354,12 +360,15 @@ def _load_model(
     dtype: torch.dtype,
     quantize: str = "none",
     device: str = "cpu",
+    slicing: Slicing | None = None,
 ) -> PreTrainedModel:
     tensors = CheckpointTensors(folder)
     state = {}
     with building(f"{folder}: {type(config).__name__} cannot be loaded"):
-        for key in needed_keys(cls, config, list(tensors.plain)):
+        for key, target in needed_targets(cls, config, list(tensors.plain)).items():
             state[key] = tensors.open(key, dtype)
+            if slicing is not None:
+                state[key] = slicing.part_of(target, key, state[key])
             kind = state[key].get_dtype()
             if kind not in shards.PLAIN_KINDS + OF_NO_WEIGHTS:
                 raise ConfigError(f"{folder}: {key} is of kind {kind}: quantised weights would be read as plain ones")
@@ -392,6 +401,7 @@ def _load_quantised(
     kind: str,
     device: str,
     on_part: Callable[[str, int, int], None],
+    slicing: Slicing | None,
 ) -> PreTrainedModel:
     """Load and round block by block, so that only one of them takes more than its bits. Raises ConfigError."""
     target = torch.device(device)
@@ -407,6 +417,7 @@ def _load_quantised(
             Span(block, block + 1),
             dtype,
             device=device,
+            slicing=slicing,
         )
         replace_layers(part, partial(quantise_layer, kind=kind), _can_quantise)
         if target.type == "cpu":  # where which experts are chosen need not be known before a pass begins
@@ -447,17 +458,17 @@ def _check_memory(folder: Path, needed: int, device: str) -> None:
     )
 
 
-def needed_keys(
+def needed_targets(
     cls: type[PreTrainedModel],
     config: PretrainedConfig,
     keys: list[str],
-) -> list[str]:
-    """Choose the checkpoint keys that a hollow class uses, by the library's own renames."""
+) -> dict[str, str]:
+    """Choose the checkpoint keys that a hollow class uses, and what they become there, by the library's own renames."""
     with torch.device("meta"):
         hollow = cls(config)
     targets = target_names(hollow, keys)
     state = hollow.state_dict()
-    return [key for key in keys if targets[key] in state]
+    return {key: targets[key] for key in keys if targets[key] in state}
 
 
 def target_names(hollow: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.linear.formats import has_bfloat16
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import all_look_back
+from swarmd.compute.model.slicing import Slicing
 from swarmd.compute.passes.backend import BackendTable, FamilyBackend, RaggedBackend
 from swarmd.compute.passes.backend_trial import first_blocks
 from swarmd.compute.passes.family import PROBE_ERRORS, FamilyForward, PassInputs
@@ -55,6 +56,7 @@ class LoadOptions:
     kv_cache: str = "none"
     is_compiled: bool = True  # may code be compiled for this CPU?
     has_plain_layers: bool = False  # keep layers as the library makes them: a span that computes a few passes only
+    slicing: Slicing | None = None  # a member of a team holds slices of the blocks
     cache_folder: Path = Path(tempfile.gettempdir())
     remembered: Measurements = NOTHING_REMEMBERED
 
@@ -88,7 +90,7 @@ class LoadedSpan:
         n_layers = count_layers(written)
         self.n_blocks = layout.n_blocks(n_layers)  # of the whole model
         here = layout.layers(span, n_layers)
-        self.model = skeleton.load(folder, here, dtype, options.quantize, options.device, on_part)
+        self.model = skeleton.load(folder, here, dtype, options.quantize, options.device, on_part, options.slicing)
         layers = skeleton.decoder_layers(self.model)
         self.blocks = [layers[index] for index in here.blocks()]
         blocks = {layers[index]: layout.block_of(index) for index in here.blocks()}
@@ -286,5 +288,6 @@ def numerics(span: LoadedSpan, model: str) -> str:
         f"{torch.backends.cpu.get_cpu_capability()} {has_bfloat16()} {has_matrix_unit()}",
         str(torch.get_num_threads()),
         compiled_folder(options.cache_folder).name if options.is_compiled else "not compiled",
+        *([f"slices {options.slicing.weights}"] if options.slicing else []),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

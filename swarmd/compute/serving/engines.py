@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarmd.compute.serving import llama_engine
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
-from swarmd.compute.serving.torch_engine import load_torch_engine
+from swarmd.compute.serving.torch_engine import load_team, load_torch_engine, takes_team
 from swarmd.errors import ConfigError
 from swarmd.protocol.wire.worker import LoadSpan
 
@@ -22,6 +22,7 @@ class EngineKind:
 
 
 ENGINES = (
+    EngineKind("a team", takes_team, load_team),
     EngineKind(llama_engine.NAME, llama_engine.takes, llama_engine.load_llama_engine),
     EngineKind("torch", lambda request: True, load_torch_engine),
 )

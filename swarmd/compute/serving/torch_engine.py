@@ -1,4 +1,4 @@
-"""The engine that every worker has: a family's own code in torch, with the backends of ``passes``.
+"""The engine that every worker has: a family's own code in torch, with the backends of ``passes``; alone or as a team.
 
 It loads what the daemon asks for, finds out how fast that is, and begins the search for faster backends.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,11 +18,14 @@ from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.improvements import MOST_TEXT, Improvements
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions, cache_bytes_per_token, numerics
+from swarmd.compute.serving.absent_abilities import NoFineTuning
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
 from swarmd.compute.serving.fine_tuning import Training
 from swarmd.compute.serving.rates import first_rates
+from swarmd.compute.teams.led_span import LedSpan
+from swarmd.compute.teams.local_followers import LocalFollowers
 from swarmd.errors import ConfigError
-from swarmd.protocol.models.configuration import layout_of
+from swarmd.protocol.models.configuration import PACKED, layout_of
 from swarmd.protocol.models.manifest import read_config
 from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured
 from swarmd.values import Span
@@ -32,7 +36,7 @@ BLOCK_S = 1.0  # what a forward of one block may take: decoding waits for it, an
 MIN_MICRO_BATCH_TOKENS = 64  # fewer waste the matrix units of any CPU
 
 
-def load_span(request: LoadSpan, signals: LoadSignals, kind: type[LoadedSpan] = LoadedSpan) -> LoadedSpan:
+def load_span(request: LoadSpan, signals: LoadSignals, kind: Callable[..., LoadedSpan] = LoadedSpan) -> LoadedSpan:
     """Load blocks, and find out what they can do. Raises ConfigError."""
     options = LoadOptions(
         device=pick_device(request.device),
@@ -85,6 +89,35 @@ def load_torch_engine(
         head=head,
         background=improvements,
     )
+
+
+def takes_team(request: LoadSpan) -> bool:
+    """Are the blocks to be computed by several processes?"""
+    return len(request.team) > 1
+
+
+def load_team(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
+    """Load slices of the blocks here, and in processes that follow this one. Raises ConfigError."""
+    if pick_device(request.device) != "cpu":
+        raise ConfigError("a team computes on processors: say device = cpu, or no team")
+    if read_config(Path(request.path))["model_type"] == PACKED:
+        raise ConfigError('GGUF models at their own bits are not computed by teams: say team = ""')
+    request = msgspec.structs.replace(request, spill_folder=str(spill_folder(request)))
+    followers = LocalFollowers(request)
+    try:
+        span = load_span(request, signals, partial(LedSpan, followers=followers))
+    except BaseException:
+        followers.close()
+        raise
+    head = _load_head(request, span) if request.head else None
+    decode, prefill = first_rates(span, span.sample, QUICK_S)
+    speed = Measured(decode_tokens_per_s=decode, prefill_tokens_per_s=prefill)
+    description = msgspec.structs.replace(
+        describe(span, request.model, speed),
+        kernels=f"a team of {len(request.team)}: each computes a slice of every block",
+        has_head=head is not None,
+    )
+    return LoadedEngine(engine=span, description=description, fine_tuning=NoFineTuning("a team"), head=head)
 
 
 def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:

@@ -264,6 +264,7 @@ def _load_request(services: HostingServices, settings: Serve, served: ServedBloc
         tuning_share=config.tuning_share,
         leave_free_bytes=services.presence.kept_bytes,
         spill_folder=services.spill_folder,
+        team=settings.members,
     )
 
 

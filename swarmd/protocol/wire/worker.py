@@ -16,6 +16,8 @@ from swarmd.protocol.fields import Block, Count, Message, Name, Part, Request, S
 from swarmd.protocol.wire import messages, tuning
 
 FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
+MOST_MEMBERS = 64  # of a team
+Weight = Annotated[float, msgspec.Meta(gt=0)]
 Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
@@ -23,7 +25,8 @@ class LoadSpan(Message, tag="load", frozen=True):
     """Daemon to worker: load blocks [start, end) of the checkpoint in ``path``; with ``head`` what is behind, too.
 
     Without ``compiled`` no code is compiled for this CPU: the library's own kernels compute all of it.
-    ``cache_tokens``: of all sessions, for engines that reserve them at once.
+    ``cache_tokens``: of all sessions, for engines that reserve them at once. ``team``: weights of several processes
+    that compute the blocks together.
     """
 
     path: FilePath = ""
@@ -43,6 +46,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     head: bool = False
     compiled: bool = True
     cache_tokens: Count = 0
+    team: Annotated[tuple[Weight, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
 
 
 class Rest(Message, tag="rest", frozen=True):

@@ -1,0 +1,1 @@
+"""Teams: slices of blocks that are computed apart, and added up."""

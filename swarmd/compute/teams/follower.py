@@ -1,0 +1,150 @@
+"""A follower's process: it holds its slices, and does what the leader of its team does, op for op.
+
+    python -m swarmd.compute.teams.follower CONNECTION MEMORY
+
+Both are numbers of open files: the leader's socketpair, and the memory of sums. It ends when the leader does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.cache.span_cache import SpanCache
+from swarmd.compute.hardware.child_process import end_with_parent
+from swarmd.compute.hardware.device import use_threads
+from swarmd.compute.passes.family import PROBE_ERRORS
+from swarmd.compute.passes.span import LoadOptions
+from swarmd.compute.teams.led_span import SlicedSpan
+from swarmd.compute.teams.orders import (
+    Borrow,
+    Crop,
+    Forget,
+    NewCache,
+    Order,
+    Piece,
+    RecordPast,
+    Reorder,
+    RunPass,
+    Take,
+    TakeOver,
+    read_hop,
+    read_numbers,
+    receive,
+)
+from swarmd.compute.teams.shared_sums import SharedSums, TeamBroken
+from swarmd.values import Span
+from swarmd.wire.tensors import DTYPES
+
+MOST_WORDS = 500  # characters of why it ends
+
+
+class Follower:
+    """One member's slices, and its part of the caches."""
+
+    def __init__(self, span: SlicedSpan, sums: SharedSums) -> None:
+        self._span = span
+        self._sums = sums
+        self._caches: dict[int, SpanCache] = {}
+
+    def do(self, order: Order) -> None:
+        """Do as the leader does."""
+        caches = self._caches
+        match order:
+            case RunPass():
+                self._run(order)
+            case NewCache(cache, hop, max_tokens):
+                caches[cache] = self._span.new_cache(read_hop(hop), max_tokens)
+            case Forget(forgotten):
+                for cache in forgotten:
+                    caches.pop(cache, None)
+            case RecordPast(cache):
+                caches[cache].record_past()
+            case Crop(cache, n_tokens):
+                caches[cache].crop(n_tokens)
+            case Reorder(cache, rows):
+                caches[cache].reorder(torch.tensor(rows))
+            case TakeOver(cache, other, start, end, may_share):
+                caches[cache].take_over(caches[other], start, end, may_share)
+            case Borrow(cache, other, n_tokens):
+                caches[cache].borrow(caches[other], n_tokens)
+
+    def _run(self, order: RunPass) -> None:
+        pieces = [self._read_piece(piece) for piece in order.pieces]
+        hop = read_hop(order.hop)
+        self._sums.align(order.n_given)
+        with suppress(*PROBE_ERRORS):  # what fails fails at the leader, too, which answers for it
+            if order.is_plain:
+                (piece,) = pieces
+                self._span.forward(piece.hidden, piece.positions, piece.mask, piece.cache, piece.n_past, hop)
+            else:
+                self._span.run(pieces, hop)
+
+    def _read_piece(self, piece: Piece) -> SessionTokens:
+        return SessionTokens(
+            read_numbers(piece.hidden),
+            read_numbers(piece.positions),
+            None if piece.cache is None else self._caches[piece.cache],
+            piece.n_past,
+            mask=None if piece.mask is None else read_numbers(piece.mask),
+            is_exact=piece.is_exact,
+        )
+
+
+def load(take: Take, sums: SharedSums) -> SlicedSpan:
+    """Load this member's slices, and test them together with the others. Raises ConfigError."""
+    request = take.load
+    use_threads(request.threads)
+    options = LoadOptions(
+        quantize=request.quantize,
+        kv_cache=request.kv_cache,
+        is_compiled=request.compiled,
+        cache_folder=Path(request.spill_folder),
+    )
+    span = SlicedSpan(
+        Path(request.path),
+        Span(request.start, request.end),
+        DTYPES[request.dtype],
+        options,
+        weights=take.weights,
+        member=take.member,
+        sums=sums,
+    )
+    span.self_test()
+    return span
+
+
+def main() -> None:
+    """Follow until the leader ends."""
+    connection, memory = map(int, sys.argv[1:])
+    leader = os.getppid()
+    end_with_parent(leader)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with socket.socket(fileno=connection) as orders:
+        take = receive(orders)
+        assert isinstance(take, Take)
+        is_whole = partial(_has_parent, leader)
+        try:
+            sums = SharedSums(memory, take.member, len(take.weights), is_whole)
+            follower = Follower(load(take, sums), sums)
+            while True:
+                follower.do(receive(orders))
+        except (EOFError, TeamBroken):
+            return
+        except Exception as error:  # noqa: BLE001 - a family fails with anything, and the leader says that one is gone
+            sys.exit(f"member {take.member} of a team: {type(error).__name__}: {error}"[:MOST_WORDS])
+
+
+def _has_parent(leader: int) -> bool:
+    return os.getppid() == leader
+
+
+if __name__ == "__main__":
+    main()

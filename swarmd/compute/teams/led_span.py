@@ -1,0 +1,234 @@
+"""The span of a team's leader: its own slices, and followers that do what it does, each with theirs.
+
+An op is computed by all members at once: the leader sends it out, computes its part, and waits at each sum. So sessions
+and the scheduler see one engine, whose caches hold the leader's share of keys and values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from swarmd.compute.cache.adapters import LoraUpdates
+from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.cache.session_cache import Tensors
+from swarmd.compute.cache.span_cache import UNBOUNDED, SpanCache
+from swarmd.compute.model.slicing import Slicing
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
+from swarmd.compute.teams.orders import (
+    Borrow,
+    Crop,
+    Forget,
+    NewCache,
+    Order,
+    Piece,
+    RecordPast,
+    Reorder,
+    RunPass,
+    TakeOver,
+    write_numbers,
+)
+from swarmd.compute.teams.shared_sums import SharedSums
+from swarmd.compute.teams.sums import Adding, join
+from swarmd.errors import Code, Refused
+from swarmd.values import Span
+
+
+class Followers(Protocol):
+    """The other members, who do what they are told in the order in which they are told so."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """What each member is worth, the leader first."""
+
+    @property
+    def sums(self) -> SharedSums:
+        """The leader's side of sums."""
+
+    def tell(self, order: Order) -> None:
+        """Have all of them do something. Raises TeamBroken when one of them is gone."""
+
+
+class SlicedSpan(LoadedSpan):
+    """A member's slices of blocks, joined to the others'."""
+
+    def __init__(
+        self,
+        folder: Path,
+        span: Span,
+        dtype: torch.dtype,
+        options: LoadOptions,
+        *signals: Callable[..., None],
+        weights: tuple[float, ...],
+        member: int,
+        sums: Adding,
+    ) -> None:
+        slicing = Slicing(weights, member)
+        super().__init__(folder, span, dtype, replace(options, slicing=slicing), *signals)
+        self.adapters.refusal = "a team's matrices are cut, and adapters are for whole ones: take another server"
+        join(self.model, slicing, sums)
+
+    def self_test(self) -> None:
+        """See LoadedSpan. All members make it at the same time, of the same numbers."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            super().self_test()
+
+
+class LedCache(SpanCache):
+    """A session's cache at the leader; followers have one of the same number, which is edited alike."""
+
+    def __init__(self, span: LedSpan, number: int, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.number = number
+        self._span = span
+
+    def __del__(self) -> None:
+        self._span.forgotten.append(self.number)
+
+    def record_past(self) -> None:
+        """See SpanCache."""
+        self._span.tell(RecordPast(self.number))
+        super().record_past()
+
+    def crop(self, n_tokens: int) -> None:
+        """See SpanCache."""
+        self._span.tell(Crop(self.number, n_tokens))
+        super().crop(n_tokens)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """See SpanCache."""
+        self._span.tell(Reorder(self.number, rows.tolist()))
+        super().reorder(rows)
+
+    def take_over(self, other: SpanCache, start: int, end: int, may_share: bool) -> None:
+        """See SpanCache."""
+        assert isinstance(other, LedCache)
+        self._span.tell(TakeOver(self.number, other.number, start, end, may_share))
+        super().take_over(other, start, end, may_share)
+
+    def borrow(self, other: SpanCache, n_tokens: int) -> None:
+        """See SpanCache."""
+        assert isinstance(other, LedCache)
+        self._span.tell(Borrow(self.number, other.number, n_tokens))
+        super().borrow(other, n_tokens)
+
+    def export_state(self) -> Tensors:
+        """Refuse: the rest of it is at others. Raises Refused."""
+        raise Refused(Code.UNSUPPORTED, "caches of a team lie in parts, which are not handed over")
+
+    def restore_untrusted(self, state: Tensors, example: SpanCache, n_rows: int, n_tokens: int) -> None:
+        """Refuse: it would have to be cut. Raises Refused."""
+        raise Refused(Code.UNSUPPORTED, "caches of a team lie in parts, which are not taken from others")
+
+
+class LedSpan(SlicedSpan):
+    """The leader's slices. Once its self-test is done, which followers make at the same time, it leads."""
+
+    def __init__(
+        self,
+        folder: Path,
+        span: Span,
+        dtype: torch.dtype,
+        options: LoadOptions,
+        *signals: Callable[..., None],
+        followers: Followers,
+    ) -> None:
+        self.forgotten: list[int] = []
+        self._followers = followers
+        self._leads = False
+        self._numbers = itertools.count()
+        weights, sums = followers.weights, followers.sums
+        super().__init__(folder, span, dtype, options, *signals, weights=weights, member=0, sums=sums)
+
+    def self_test(self) -> None:
+        """See LoadedSpan. From now on followers do what this span does."""
+        super().self_test()
+        self._leads = True
+
+    def tell(self, order: Order) -> None:
+        """Have followers do something, after they have given up what nobody here has any more."""
+        if self.forgotten:
+            forgotten, self.forgotten = self.forgotten, []
+            self._followers.tell(Forget(forgotten))
+        self._followers.tell(order)
+
+    @property
+    def _n_given(self) -> int:
+        return self._followers.sums.n_given
+
+    @property
+    def interleaved_tokens(self) -> int:
+        """None: followers are in the midst of the same pass."""
+        return 0
+
+    def can_interleave(self, n_tokens: int, hop: Span, cache: SpanCache) -> bool:
+        """Say no."""
+        return False
+
+    def new_cache(
+        self,
+        hop: Span | None = None,
+        max_tokens: int = UNBOUNDED,
+        is_exact: bool = False,
+        with_gradients: bool = False,
+    ) -> SpanCache:
+        """See LoadedSpan."""
+        if not self._leads:
+            return super().new_cache(hop, max_tokens, is_exact, with_gradients)
+        number, hop = next(self._numbers), hop or self.span
+        self.tell(NewCache(number, (hop.start, hop.end), max_tokens))
+        return LedCache(self, number, self.model.config, hop, max_tokens, self._caches_in, self._crop_trouble)
+
+    @torch.inference_mode()
+    def run(self, pieces: Sequence[SessionTokens], hop: Span | None = None) -> list[torch.Tensor]:
+        """See LoadedSpan."""
+        hop = hop or self.span
+        if self._leads:
+            self.tell(RunPass((hop.start, hop.end), [_write_piece(piece) for piece in pieces], self._n_given))
+        return super().run(pieces, hop)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: SpanCache | None = None,
+        n_past: int = 0,
+        hop: Span | None = None,
+    ) -> torch.Tensor:
+        """See LoadedSpan."""
+        hop = hop or self.span
+        if self._leads:
+            piece = _write_piece(SessionTokens(hidden, positions, cache, n_past, mask=mask))
+            self.tell(RunPass((hop.start, hop.end), [piece], self._n_given, is_plain=True))
+        return super().forward(hidden, positions, mask, cache, n_past, hop)
+
+    def forward_with_grad(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        hop: Span | None = None,
+        lora: LoraUpdates | None = None,
+        cache: SpanCache | None = None,
+    ) -> torch.Tensor:
+        """Refuse. Raises Refused."""
+        raise Refused(Code.UNSUPPORTED, "a team computes no gradients yet: fine-tune through other servers")
+
+
+def _write_piece(piece: SessionTokens) -> Piece:
+    return Piece(
+        cache=None if piece.cache is None else piece.cache.number,
+        n_past=piece.n_past,
+        is_exact=piece.is_exact,
+        hidden=write_numbers(piece.hidden),
+        positions=write_numbers(piece.positions.long()),
+        mask=None if piece.mask is None else write_numbers(piece.mask.long()),
+    )

@@ -1,0 +1,155 @@
+"""What the leader of a team has its followers do, in the order in which it does so itself; and how that travels.
+
+Between processes of one volunteer, over a socketpair: a length, then msgpack. Nobody else can write there.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import msgspec
+import torch
+
+from swarmd.protocol.wire.worker import LoadSpan
+from swarmd.values import Span
+from swarmd.wire.tensors import DTYPES
+
+LENGTH = struct.Struct("<I")
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int64: "int64"}
+OF_NAMES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class Numbers(msgspec.Struct, array_like=True):
+    """A tensor: its type, shape and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Take(msgspec.Struct, tag="take"):
+    """Be this member of a team of these weights: its slices of what ``load`` says."""
+
+    load: LoadSpan
+    member: int
+    weights: tuple[float, ...]
+
+
+class NewCache(msgspec.Struct, tag="new"):
+    """Make a cache, which is called by this number from now on."""
+
+    cache: int
+    hop: tuple[int, int]
+    max_tokens: int
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    """Give up caches."""
+
+    caches: list[int]
+
+
+class RecordPast(msgspec.Struct, tag="record"):
+    """Have a cache keep what a crop needs."""
+
+    cache: int
+
+
+class Crop(msgspec.Struct, tag="crop"):
+    """Take back the last tokens of a cache."""
+
+    cache: int
+    n_tokens: int
+
+
+class Reorder(msgspec.Struct, tag="reorder"):
+    """Have row i of a cache be what row ``rows[i]`` was."""
+
+    cache: int
+    rows: list[int]
+
+
+class TakeOver(msgspec.Struct, tag="over"):
+    """Have tokens of another cache."""
+
+    cache: int
+    other: int
+    start: int
+    end: int
+    may_share: bool
+
+
+class Borrow(msgspec.Struct, tag="borrow"):
+    """Begin with the first tokens of another cache."""
+
+    cache: int
+    other: int
+    n_tokens: int
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """New tokens of one session: see ``cache.pieces.SessionTokens``."""
+
+    cache: int | None
+    n_past: int
+    is_exact: bool
+    hidden: Numbers
+    positions: Numbers
+    mask: Numbers | None
+
+
+class RunPass(msgspec.Struct, tag="run"):
+    """Compute new tokens of some sessions; ``is_plain``: the family's own forward of the one piece.
+
+    ``n_given``: sums that the leader has given its part to before.
+    """
+
+    hop: tuple[int, int]
+    pieces: list[Piece]
+    n_given: int
+    is_plain: bool = False
+
+
+Order = Take | NewCache | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow | RunPass
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Order)
+
+
+def encode(order: Order) -> bytes:
+    """Write an order as it travels."""
+    data = _encoder.encode(order)
+    return LENGTH.pack(len(data)) + data
+
+
+def receive(connection: socket.socket) -> Order:
+    """Wait for the next order. Raises EOFError where the leader has ended."""
+    (n_bytes,) = LENGTH.unpack(_read(connection, LENGTH.size))
+    order: Order = _decoder.decode(_read(connection, n_bytes))
+    return order
+
+
+def _read(connection: socket.socket, n_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < n_bytes:
+        part = connection.recv(n_bytes - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def write_numbers(tensor: torch.Tensor) -> Numbers:
+    """A tensor as it travels."""
+    tensor = tensor.detach().contiguous().cpu()
+    return Numbers(NAMES[tensor.dtype], tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
+
+
+def read_numbers(numbers: Numbers) -> torch.Tensor:
+    """The tensor that travelled."""
+    return torch.frombuffer(bytearray(numbers.data), dtype=OF_NAMES[numbers.dtype]).view(numbers.shape)
+
+
+def read_hop(hop: tuple[int, int]) -> Span:
+    """The blocks of a hop."""
+    return Span(*hop)

@@ -1,0 +1,104 @@
+"""Slices of a family's blocks add up to the whole: hidden states, gradients, and the tokens of a greedy text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmd.compute.model import skeleton
+from swarmd.compute.model.ends import Ends
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.errors import ConfigError
+from swarmd.protocol.models.configuration import layout_of
+from swarmd.protocol.models.manifest import read_config
+from swarmd.values import Span
+from tests.compute.teams.thread_team import PLAIN, ThreadTeam
+from tests.families import SERVED, VARIANTS, VOCABULARY, lay_out, make_named
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
+N_PROMPT, N_TOKENS = 9, 5
+TOLERANCE = 1e-5  # relative to the largest number
+TOLERANCES = {"hy_v4": 1e-3, **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_text with shared keys"), 5e-5)}
+"""Of families whose numbers grow from block to block."""
+WITHOUT_A_PLAN = {
+    *("biogpt", "bitnet", "bloom", "diffllama", "falcon_mamba", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "lfm2"),
+    *("hunyuan_v1_dense", "lfm3", "mamba", "mpt", "opt", "persimmon", "stablelm", "xglm", "gpt_oss", "jetmoe", "bamba"),
+    *("codegen", "falcon", "falcon_h1", "gpt-sw3", "gpt_neo", "gptj", "mamba2", "moshi", "modernbert-decoder", "zaya"),
+    *("cosmos3_omni", "lfm2_vl", "lfm3_vl", "qwen3_vl", "hunyuan_vl", "molmo2"),
+}
+REFUSED = {
+    **dict.fromkeys(WITHOUT_A_PLAN, "does not say how matrices"),
+    "doge": "size of tensor",
+    "inkling_text": "plan says all_reduce",
+    "inkling_mm_model": "plan says all_reduce",
+    "longcat_flash": "plan says moe_identity_expert",
+    "glm5_next": "cannot be multiplied",
+    "qwen4_exp with per-layer embeddings": "plan says embedding_colwise",
+}
+IN_CI = {"llama", "qwen3_moe", "deepseek_v3", "phi3", "minimax_m2", "gemma3_text", "qwen3_next", "gpt_neox", "qwen3_vl"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def whole_of(folder: Path) -> Span:
+    config = read_config(folder)
+    return Span(0, layout_of(config).n_blocks(skeleton.count_layers(skeleton.read_config(folder))))
+
+
+def greedy(span: LoadedSpan, folder: Path) -> list[int]:
+    """The tokens that follow a prompt, by a session's cache."""
+    tokens = torch.randint(3, VOCABULARY, (N_PROMPT,), generator=torch.Generator().manual_seed(5)).tolist()
+    ends, cache, n_past = Ends(folder, torch.float32), span.new_cache(), 0
+    for _ in range(N_TOKENS):
+        new = tokens[n_past:]
+        (rows,) = ends.embed([new], [n_past])
+        out = span.forward(rows, torch.arange(n_past, len(tokens))[None], None, cache, n_past)
+        n_past = len(tokens)
+        tokens.append(int(ends.logits(out[0], span.layer_arity)[-1].argmax()))
+    return tokens[N_PROMPT:]
+
+
+def assert_slices_add_up(folder: Path, weights: tuple[float, ...], tolerance: float = TOLERANCE) -> None:
+    every = whole_of(folder)
+    whole, team = LoadedSpan(folder, every, torch.float32, PLAIN), ThreadTeam(folder, every, weights)
+    ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+    entering = torch.cat(Ends(folder, torch.float32).embed(ids.tolist(), [0, 0]))
+    positions = torch.arange(7).expand(2, -1)
+    weight = torch.randn(entering.shape, generator=torch.Generator().manual_seed(2))
+
+    def compute(span: LoadedSpan) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = entering.clone().requires_grad_()
+        out = span.family.format.hidden_of(span.forward_with_grad(rows, positions))
+        (gradient,) = torch.autograd.grad((out * weight[..., : out.shape[-1]]).sum(), rows)
+        return out.detach(), span.family.format.hidden_of(gradient)
+
+    expected, results = compute(whole), team.run(compute)
+    for out, gradient in results:
+        assert torch.equal(out, results[0][0]), "members have the same, to the bit"
+        assert error_of(out, expected[0]) < tolerance
+        assert error_of(gradient, expected[1]) < tolerance
+    texts = team.run(lambda span: greedy(span, folder))
+    assert texts == [greedy(whole, folder)] * len(weights)
+
+
+def error_of(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in IN_CI else pytest.param(f, marks=pytest.mark.prove) for f in sorted({*SERVED, *VARIANTS})]
+)
+def test_slices_of_a_family_add_up_or_it_is_refused(family: str, tmp_path: Path) -> None:
+    folder = make_named(family, tmp_path)
+    lay_out(folder)
+    if family in REFUSED:
+        with pytest.raises((ConfigError, RuntimeError), match=REFUSED[family]):
+            assert_slices_add_up(folder, (1, 2))
+        return
+    assert_slices_add_up(folder, (1, 2), TOLERANCES.get(family, TOLERANCE))
+    assert_slices_add_up(folder, (1, 2, 6), TOLERANCES.get(family, TOLERANCE))
