@@ -315,7 +315,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "members": set(),
         "serving": {"machine", "members", "worker"},
     },
-    "plan": {"links": set(), "chains": {"links"}, "owner": {"links"}, "runs": set(), "trust": set()},
+    "plan": {"links": set(), "chains": {"links"}, "owner": {"links"}, "runs": set(), "teams": set(), "trust": set()},
     "gateway": {"generation": set(), "apis": {"generation"}, "batches": {"apis"}},
     "protocol": {
         "membership": set(),
