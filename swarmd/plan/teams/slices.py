@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-MLP_UNIT = 8  # columns of an MLP that stay together: products of sets of experts go by 16 bytes
+COLUMNS = (32, 16, 8)
+"""Of an MLP that stay together, as its width allows: kernels of few bits go by 32, sets of experts by 16 bytes."""
+LEAST_UNITS = 16  # that are left, so that weights are met: with fewer the next narrower unit is taken
 
 
 def slices(n_units: int, weights: Sequence[float]) -> tuple[range, ...]:
@@ -23,3 +25,9 @@ def slices(n_units: int, weights: Sequence[float]) -> tuple[range, ...]:
         least, most = borders[-1] + 1, n_units - (n - member)
         borders.append(min(max(round(n_units * sum_so_far / total), least), most))
     return tuple(range(start, stop) for start, stop in itertools.pairwise(borders))
+
+
+def count_columns(width: int) -> int:
+    """How many units an MLP of so many columns has."""
+    units = [width // unit for unit in COLUMNS if width % unit == 0]
+    return next((n for n in units if n >= LEAST_UNITS), units[-1] if units else width)

@@ -82,6 +82,9 @@ def test_matrices_of_several_bits(llama: Path, form: str, other: str, tmp_path: 
     assert_it_is_read(tmp_path / "quantised", expected)
 
 
+OF_HEADS = ("awq", "packed with zero points", "bitsandbytes int8", "torchao int8")
+
+
 def test_kinds_that_no_number_of_groups_tells_apart_are_refused(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "quantised"
     write_quantised(llama, folder, "packed")
@@ -92,7 +95,7 @@ def test_kinds_that_no_number_of_groups_tells_apart_are_refused(llama: Path, tmp
         manifest.read_folder(folder)
 
 
-@pytest.mark.parametrize("form", ["fp8", "gptq", "awq", "packed with zero points", "bitsandbytes int8", "torchao int8"])
+@pytest.mark.parametrize("form", ["fp8", "gptq", *(pytest.param(f, marks=pytest.mark.prove) for f in OF_HEADS)])
 def test_a_text_part_may_say_that_it_is_quantised_and_its_head_may_be(form: str, tmp_path: Path) -> None:
     plain = families.make_named("qwen3_vl", tmp_path / "plain")
     folder = tmp_path / "quantised"

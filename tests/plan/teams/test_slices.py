@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swarmd.plan.teams.slices import slices
+from swarmd.plan.teams.slices import count_columns, slices
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,10 @@ def test_every_unit_has_one_member_whatever_the_weights_are() -> None:
 def test_members_without_a_unit_are_refused(n_units: int, weights: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="units for"):
         slices(n_units, weights)
+
+
+@pytest.mark.parametrize(
+    ("width", "n_units"), [(1_536, 48), (14_336, 448), (128, 16), (64, 8), (100, 100), (32, 4), (24, 3)]
+)
+def test_columns_stay_together_as_far_as_enough_units_are_left(width: int, n_units: int) -> None:
+    assert count_columns(width) == n_units
