@@ -81,12 +81,12 @@ def test_of_a_repository_that_is_refused_by_its_settings_no_weights_are_fetched(
         found = list(filter_repo_objects(["config.json", "model.safetensors"], **patterns))
         fetched.extend(found)
         folder = files(tmp_path / "snapshot", *found)
-        config = {**json.loads(LLAMA), "quantization_config": {"quant_method": "torchao"}}
+        config = {**json.loads(LLAMA), "quantization_config": {"quant_method": "hqq"}}
         (folder / "config.json").write_text(json.dumps(config))
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ConfigError, match="quantization_config: torchao"):
+    with pytest.raises(ConfigError, match="quantization_config: hqq"):
         source.find_folder("org/tiny", "auto")
     assert fetched == ["config.json"]
 

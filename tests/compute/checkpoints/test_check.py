@@ -221,14 +221,14 @@ def test_a_kind_of_number_that_is_not_read_is_called_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [(torch.float32, "take quantization_config out"), (torch.int8, "compressed-tensors$")]
+    ("kind", "message"), [(torch.float32, "take quantization_config out"), (torch.int8, "torchao$")]
 )
 def test_a_model_that_was_unpacked_and_says_otherwise_is_told_what_to_take_out(
     kind: torch.dtype, message: str, tmp_path: Path
 ) -> None:
     folder = checkpoints.make("llama", tmp_path / "model", n_layers=2)
     change(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(kind)}))
-    configure(folder, quantization_config={"quant_method": "torchao", "dequantize": True})
+    configure(folder, quantization_config={"quant_method": "hqq", "dequantize": True})
     with pytest.raises(ConfigError, match=message):
         check(folder)
 
