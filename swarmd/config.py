@@ -29,15 +29,19 @@ DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/4117,/ip6/::/tcp/4117"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "int8", "int4", "nf4")
 KV_CACHE = ("none", "int8")
+MOST_MEMBERS = 64  # of a team
 COMPILED = ("auto", "off")
 
 
 def parse_team(weights: str) -> tuple[float, ...]:
     """Read what the members of a team are worth: "1:2". Raises ConfigError."""
     parts = weights.split(":") if weights else []
-    if not all(re.fullmatch(r"\d{1,4}(\.\d{1,3})?", part) and float(part) > 0 for part in parts) or len(parts) > 64:
+    if (
+        not all(re.fullmatch(r"\d{1,4}(\.\d{1,3})?", part) and float(part) > 0 for part in parts)
+        or len(parts) > MOST_MEMBERS
+    ):
         raise ConfigError(
-            f"team is for example 1:1 or 1:2:6, up to 64 members with what each is worth, not {weights!r}"
+            f"team is for example 1:1 or 1:2:6, up to {MOST_MEMBERS} members with what each is worth, not {weights!r}"
         )
     return tuple(map(float, parts)) if len(parts) > 1 else ()
 

@@ -6,20 +6,15 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from swarmd.errors import ConfigError, IntegrityError
-from swarmd.protocol.models import manifest, quantised
+from swarmd.errors import ConfigError
+from swarmd.protocol.models import manifest
 from swarmd.protocol.models.adapter import is_adapter
 from swarmd.protocol.models.manifest import CHUNK_BYTES, INDEX_FILE, Entry, Manifest
-from swarmd.protocol.models.quantised import SMALL_PARTS, PlainTensor, Stored
-from swarmd.protocol.models.scheme import read_scheme
+from swarmd.protocol.models.quantised import SMALL_PARTS, PlainTensor
 from swarmd.protocol.models.shards import Place
 from swarmd.weights.digests import KeptDigests
 from swarmd_cli.source import HUB_ID, asking_hub, download_settings
-
-if TYPE_CHECKING:
-    from swarmd.weights.hub import HubFile
 
 Report = Callable[[str], None]
 Judge = Callable[[Path, Manifest], object]
@@ -55,8 +50,9 @@ def read_on_hub(source: str, report: Report, kept: KeptDigests, judge: Judge) ->
         if (folder / INDEX_FILE).is_file():
             manifest.check_index(folder, {place.name: name for name, held in places.items() for place in held})
         every = [place for held in places.values() for place in held]
-        judge(folder, manifest.make_manifest(folder, config, [_sketch(place) for place in every]))
-        look = _looker(folder, every)
+        sketch = manifest.make_manifest(folder, config, [_sketch(place) for place in every])
+        judge(folder, sketch)
+        look = _looker(manifest.plain_tensors(sketch))
         how = hashlib.sha256(manifest.canonical_json(config).encode()).hexdigest()[:16]
         tensors: list[Entry] = []
         for number, (name, file) in enumerate(files.items(), 1):
@@ -64,15 +60,11 @@ def read_on_hub(source: str, report: Report, kept: KeptDigests, judge: Judge) ->
             size = f"{name} ({file.n_bytes / 2**30:.2f} GiB), {number} of {len(files)}"
             report(f"hashing {size}" if found is None else f"{size}: hashed before")
             if found is None:
-                found = _hash(folder / name, file, look)
+                found = manifest.digest_stream(file, folder / name, file.n_bytes, look)
                 if file.sha256:
                     kept.keep(file.sha256, how, found)
             tensors += found
     return folder, manifest.make_manifest(folder, config, tensors)
-
-
-def _hash(path: Path, file: HubFile, look: Callable[[Place, bytes], None]) -> list[Entry]:
-    return manifest.digest_stream(file, path, file.n_bytes, look)
 
 
 def _sketch(place: Place) -> Entry:
@@ -87,20 +79,13 @@ def _digest_of_zeros(n_bytes: int) -> bytes:
     return hashlib.sha256(bytes(n_bytes)).digest()
 
 
-def _looker(folder: Path, places: list[Place]) -> Callable[[Place, bytes], None]:
-    """What looks at pieces of stored tensors as they come. Raises ConfigError for parts that do not fit."""
+def _looker(plain: list[PlainTensor]) -> Callable[[Place, bytes], None]:
+    """What looks at pieces of stored tensors as they come, and raises ConfigError for what is lost by them."""
     import torch
 
     from swarmd.compute.model.unpacking import DTYPES, check_part
 
-    stored = [Stored(place.name, place.dtype, place.shape) for place in places]
-    try:
-        plain = quantised.plain_tensors(read_scheme(manifest.read_config(folder)), stored)
-    except IntegrityError as error:
-        raise ConfigError(f"{folder}: {error}") from None
-    looked_at: dict[str, tuple[PlainTensor, str]] = {
-        part: (tensor, role) for tensor in plain for role, part in tensor.parts.items() if role != "weight"
-    }
+    looked_at = {part: (tensor, role) for tensor in plain for role, part in tensor.parts.items() if role != "weight"}
 
     def look(place: Place, chunk: bytes) -> None:
         if place.name not in looked_at:

@@ -32,7 +32,7 @@ def pack(
     if coded is None:
         codec = "raw"
         coded = [hidden]
-    parts = [_raw_bytes(part) for part in (*coded, positions, mask) if part is not None]
+    parts = [raw_bytes(part) for part in (*coded, positions, mask) if part is not None]
     meta = TensorMeta(
         b,
         t,
@@ -161,7 +161,7 @@ def _cut_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
     return padded.view(b, t, -1, size)
 
 
-def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
     dense = tensor.detach().contiguous().cpu()
     flat = dense.view(torch.uint8).reshape(-1).numpy()
     return memoryview(flat.data)

@@ -181,7 +181,7 @@ def _cuts_of(
             name, held.weight if is_module else held, label, n_units, units
         )
         if bias is not None:
-            cuts[bias_name] = _cut_bias(bias_name, bias, label, n_units, units)
+            cuts[bias_name] = _cut(bias_name, bias, label, n_units, units, is_bias=True)
     return cuts
 
 
@@ -202,22 +202,17 @@ def _count_units(module: Any, labels: Mapping[str, str], config: Any) -> int:
     return count_columns(int(weight.shape[-1 if label == "rowwise" else -2]))
 
 
-def _cut(name: str, parameter: torch.Tensor, label: str, n_units: int, units: range) -> SliceCut:
-    dim, n_pieces = (-1, 1) if parameter.ndim == 1 or label == OF_HEADS else CUTS[label]
+def _cut(name: str, parameter: torch.Tensor, label: str, n_units: int, units: range, is_bias: bool = False) -> SliceCut:
+    """Of what is added up one member adds the bias; any other bias is cut as the rows of its matrix."""
+    dim, n_pieces = CUTS.get(label, (-1, 1))
+    if is_bias and dim == -1:
+        return SliceCut(-1, 1, parameter.shape[-1], n_units, units, is_once=True)
+    if is_bias or parameter.ndim == 1:
+        dim = -1
     extent = parameter.shape[dim]
     if extent % (n_pieces * n_units):
         raise ConfigError(f"{name} of {extent} cannot be cut into {n_units} units")
     return SliceCut(dim, n_pieces, extent, n_units, units)
-
-
-def _cut_bias(name: str, bias: torch.Tensor, label: str, n_units: int, units: range) -> SliceCut:
-    """Of what is added up one member adds the bias; any other bias is cut as the rows of its matrix."""
-    if CUTS[label][0] == -1:
-        return SliceCut(-1, 1, bias.shape[-1], n_units, units, is_once=True)
-    n_pieces = CUTS[label][1]
-    if bias.shape[-1] % (n_pieces * n_units):
-        raise ConfigError(f"{name} of {bias.shape[-1]} cannot be cut into {n_units} units")
-    return SliceCut(-1, n_pieces, bias.shape[-1], n_units, units)
 
 
 def _narrow(module: nn.Module, name: str, cut: SliceCut) -> None:

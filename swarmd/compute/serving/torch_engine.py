@@ -73,18 +73,13 @@ def load_torch_engine(
     compiles = request.compiled and pick_device(request.device) == "cpu"
     compiler = precompile.start(folder) if compiles and not precompile.is_compiled(folder) else None
     span = load(request, signals)
-    head = _load_head(request, span) if request.head else None
-    decode, prefill = first_rates(span, span.sample, QUICK_S)
-    speed = Measured(decode_tokens_per_s=decode, prefill_tokens_per_s=prefill)
+    head, description = _introduce(request, span)
     improvements = Improvements(span, Path(request.path), compiler)
-    block_tokens_per_s = len(span.span) * prefill
+    block_tokens_per_s = len(span.span) * description.speed.prefill_tokens_per_s
     max_tokens = max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * block_tokens_per_s))
-    description = msgspec.structs.replace(
-        describe(span, request.model, speed), kernels=improvements.kernels, has_head=head is not None
-    )
     return LoadedEngine(
         engine=span,
-        description=description,
+        description=msgspec.structs.replace(description, kernels=improvements.kernels),
         fine_tuning=Training(span, request.tuning_bytes, max_tokens),
         head=head,
         background=improvements,
@@ -109,15 +104,22 @@ def load_team(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
     except BaseException:
         followers.close()
         raise
+    head, description = _introduce(request, span)
+    kernels = f"a team of {len(request.team)}: each computes a slice of every block"
+    return LoadedEngine(
+        engine=span,
+        description=msgspec.structs.replace(description, kernels=kernels),
+        fine_tuning=NoFineTuning("a team"),
+        head=head,
+    )
+
+
+def _introduce(request: LoadSpan, span: LoadedSpan) -> tuple[LogitsHead | None, Loaded]:
+    """Load the head of a span, where one is asked for, and find out what is told of both. Raises ConfigError."""
     head = _load_head(request, span) if request.head else None
     decode, prefill = first_rates(span, span.sample, QUICK_S)
     speed = Measured(decode_tokens_per_s=decode, prefill_tokens_per_s=prefill)
-    description = msgspec.structs.replace(
-        describe(span, request.model, speed),
-        kernels=f"a team of {len(request.team)}: each computes a slice of every block",
-        has_head=head is not None,
-    )
-    return LoadedEngine(engine=span, description=description, fine_tuning=NoFineTuning("a team"), head=head)
+    return head, msgspec.structs.replace(describe(span, request.model, speed), has_head=head is not None)
 
 
 def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:

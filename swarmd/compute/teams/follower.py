@@ -35,7 +35,6 @@ from swarmd.compute.teams.orders import (
     RunPass,
     Take,
     TakeOver,
-    read_hop,
     read_numbers,
     receive,
 )
@@ -61,7 +60,7 @@ class Follower:
             case RunPass():
                 self._run(order)
             case NewCache(cache, hop, max_tokens):
-                caches[cache] = self._span.new_cache(read_hop(hop), max_tokens)
+                caches[cache] = self._span.new_cache(hop, max_tokens)
             case Forget(forgotten):
                 for cache in forgotten:
                     caches.pop(cache, None)
@@ -78,14 +77,13 @@ class Follower:
 
     def _run(self, order: RunPass) -> None:
         pieces = [self._read_piece(piece) for piece in order.pieces]
-        hop = read_hop(order.hop)
         self._sums.align(order.n_given)
         with suppress(*PROBE_ERRORS):  # what fails fails at the leader, too, which answers for it
             if order.is_plain:
                 (piece,) = pieces
-                self._span.forward(piece.hidden, piece.positions, piece.mask, piece.cache, piece.n_past, hop)
+                self._span.forward(piece.hidden, piece.positions, piece.mask, piece.cache, piece.n_past, order.hop)
             else:
-                self._span.run(pieces, hop)
+                self._span.run(pieces, order.hop)
 
     def _read_piece(self, piece: Piece) -> SessionTokens:
         return SessionTokens(

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.cache.session_cache import Tensors
 from swarmd.compute.cache.span_cache import UNBOUNDED, SpanCache
@@ -130,21 +129,12 @@ class LedCache(SpanCache):
 class LedSpan(SlicedSpan):
     """The leader's slices. Once its self-test is done, which followers make at the same time, it leads."""
 
-    def __init__(
-        self,
-        folder: Path,
-        span: Span,
-        dtype: torch.dtype,
-        options: LoadOptions,
-        *signals: Callable[..., None],
-        followers: Followers,
-    ) -> None:
+    def __init__(self, *place: Any, followers: Followers) -> None:
         self.forgotten: list[int] = []
         self._followers = followers
         self._leads = False
         self._numbers = itertools.count()
-        weights, sums = followers.weights, followers.sums
-        super().__init__(folder, span, dtype, options, *signals, weights=weights, member=0, sums=sums)
+        super().__init__(*place, weights=followers.weights, member=0, sums=followers.sums)
 
     def self_test(self) -> None:
         """See LoadedSpan. From now on followers do what this span does."""
@@ -158,9 +148,9 @@ class LedSpan(SlicedSpan):
             self._followers.tell(Forget(forgotten))
         self._followers.tell(order)
 
-    @property
-    def _n_given(self) -> int:
-        return self._followers.sums.n_given
+    def _tell_pass(self, hop: Span, pieces: Sequence[SessionTokens], is_plain: bool = False) -> None:
+        n_given = self._followers.sums.n_given
+        self.tell(RunPass(hop, [_write_piece(piece) for piece in pieces], n_given, is_plain))
 
     @property
     def interleaved_tokens(self) -> int:
@@ -182,7 +172,7 @@ class LedSpan(SlicedSpan):
         if not self._leads:
             return super().new_cache(hop, max_tokens, is_exact, with_gradients)
         number, hop = next(self._numbers), hop or self.span
-        self.tell(NewCache(number, (hop.start, hop.end), max_tokens))
+        self.tell(NewCache(number, hop, max_tokens))
         return LedCache(self, number, self.model.config, hop, max_tokens, self._caches_in, self._crop_trouble)
 
     @torch.inference_mode()
@@ -190,7 +180,7 @@ class LedSpan(SlicedSpan):
         """See LoadedSpan."""
         hop = hop or self.span
         if self._leads:
-            self.tell(RunPass((hop.start, hop.end), [_write_piece(piece) for piece in pieces], self._n_given))
+            self._tell_pass(hop, pieces)
         return super().run(pieces, hop)
 
     @torch.inference_mode()
@@ -206,19 +196,10 @@ class LedSpan(SlicedSpan):
         """See LoadedSpan."""
         hop = hop or self.span
         if self._leads:
-            piece = _write_piece(SessionTokens(hidden, positions, cache, n_past, mask=mask))
-            self.tell(RunPass((hop.start, hop.end), [piece], self._n_given, is_plain=True))
+            self._tell_pass(hop, [SessionTokens(hidden, positions, cache, n_past, mask=mask)], is_plain=True)
         return super().forward(hidden, positions, mask, cache, n_past, hop)
 
-    def forward_with_grad(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        hop: Span | None = None,
-        lora: LoraUpdates | None = None,
-        cache: SpanCache | None = None,
-    ) -> torch.Tensor:
+    def forward_with_grad(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Refuse. Raises Refused."""
         raise Refused(Code.UNSUPPORTED, "a team computes no gradients yet: fine-tune through other servers")
 

@@ -13,11 +13,10 @@ import torch
 
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.values import Span
-from swarmd.wire.tensors import DTYPES
+from swarmd.wire.tensors import DTYPES, raw_bytes
 
 LENGTH = struct.Struct("<I")
-NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int64: "int64"}
-OF_NAMES = {name: dtype for dtype, name in NAMES.items()}
+OF_NAMES = {**DTYPES, "int64": torch.int64}
 
 
 class Numbers(msgspec.Struct, array_like=True):
@@ -40,7 +39,7 @@ class NewCache(msgspec.Struct, tag="new"):
     """Make a cache, which is called by this number from now on."""
 
     cache: int
-    hop: tuple[int, int]
+    hop: Span
     max_tokens: int
 
 
@@ -105,7 +104,7 @@ class RunPass(msgspec.Struct, tag="run"):
     ``n_given``: sums that the leader has given its part to before.
     """
 
-    hop: tuple[int, int]
+    hop: Span
     pieces: list[Piece]
     n_given: int
     is_plain: bool = False
@@ -141,15 +140,9 @@ def _read(connection: socket.socket, n_bytes: int) -> bytes:
 
 def write_numbers(tensor: torch.Tensor) -> Numbers:
     """A tensor as it travels."""
-    tensor = tensor.detach().contiguous().cpu()
-    return Numbers(NAMES[tensor.dtype], tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
+    return Numbers(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), bytes(raw_bytes(tensor)))
 
 
 def read_numbers(numbers: Numbers) -> torch.Tensor:
     """The tensor that travelled."""
     return torch.frombuffer(bytearray(numbers.data), dtype=OF_NAMES[numbers.dtype]).view(numbers.shape)
-
-
-def read_hop(hop: tuple[int, int]) -> Span:
-    """The blocks of a hop."""
-    return Span(*hop)

@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from swarmd.config import MOST_MEMBERS
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import Block, Count, Message, Name, Part, Request, SessionKey, Stage, Text
 from swarmd.protocol.wire import messages, tuning
 
 FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
-MOST_MEMBERS = 64  # of a team
 Weight = Annotated[float, msgspec.Meta(gt=0)]
 Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
