@@ -11,19 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import msgspec
 import trio
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net.api import Network, Purpose, Stream, StreamHandler, Way
@@ -33,11 +27,12 @@ from swarmd.net.libp2p.segments import cap_segments
 from swarmd.net.tls import BROKEN, DirectStream, Tls
 from swarmd.net.traffic import Traffic
 from swarmd.protocol.untrusted import decode
+from swarmd.protocol.wire.tickets import TOKEN_BYTES, DialTicket
 from swarmd.values import PeerId
+from swarmd.wire.pinned_tls import check_shown, dialling_context, listening_context
 
 logger = logging.getLogger(__name__)
 
-TOKEN_BYTES = 32  # cannot be guessed
 TOKEN_LIFETIME_S = 10.0  # a connection follows its ticket at once
 MAX_TOKENS = 256  # of all peers that have asked and not come
 MAX_TOKENS_PER_PEER = 4  # one for each purpose, and one to spare
@@ -48,17 +43,7 @@ TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
 HANDSHAKE_BYTES = 3_000  # of TLS, both ways
 MAX_TICKET_BYTES = 4_096  # a certificate of 2 KiB at most, and a token
-FIRST_DAY = datetime(1970, 1, 1, tzinfo=UTC)  # of a certificate that is pinned: no clock has a part in it
-LAST_DAY = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280, 4.1.2.5: that it never ends
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
-
-
-class DialTicket(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer gives to one that may dial it: where, whom to trust, and the token to begin with."""
-
-    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
-    certificate: Annotated[bytes, msgspec.Meta(min_length=1, max_length=2_048)]
-    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class InnerNetwork(Network, Protocol):
@@ -124,7 +109,7 @@ class DirectNetwork:
     async def _listen(self, nursery: trio.Nursery) -> None:
         """Listen on all hosts that are there, and on the others once they are."""
         late_hosts = LateAddresses("direct channels", self._open_listeners)
-        context, self._certificate = _server_context()
+        context, self._certificate = listening_context()
 
         async def accept(connection: trio.SocketStream) -> None:
             await self._accept_connection(connection, context)
@@ -192,18 +177,14 @@ class DirectNetwork:
         host = self._inner.remote_host(peer)
         if host is None:
             raise Unreachable(f"{peer} cannot be dialled")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the certificate itself is pinned, whatever name it bears
         tls: Tls | None = None
         try:
-            context.load_verify_locations(cadata=ticket.certificate)
+            context = dialling_context(ticket.certificate)
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 with trio.fail_after(KNOCK_TIMEOUT_S + 4 * trip_s):  # the kernel answers, however busy the peer is
                     tls = Tls(await trio.open_tcp_stream(host, ticket.port), context)
                 await tls.shake_hands()
-                if tls.certificate != ticket.certificate:
-                    raise ssl.SSLError("it shows another certificate than it announced")
+                check_shown(tls.certificate, ticket.certificate)
                 await tls.send(ticket.token + bytes([DIRECT.index(purpose)]))
                 return self._keep_stream(DirectStream(peer, tls, purpose == "interactive"))
         except BaseException as error:
@@ -305,29 +286,3 @@ class DirectNetwork:
         streams -= {s for s in streams if not s.is_open}
         streams.add(stream)
         return stream
-
-
-def _server_context() -> tuple[ssl.SSLContext, bytes]:
-    """A TLS 1.3 context with a certificate made for this run; returns it with the certificate in DER."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "swarmd direct channel")])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(FIRST_DAY)
-        .not_valid_after(LAST_DAY)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    with tempfile.NamedTemporaryFile() as file:  # the ssl module reads keys from files only; this one is mode 0600
-        file.write(private + certificate.public_bytes(pem))
-        file.flush()
-        context.load_cert_chain(file.name)
-    return context, certificate.public_bytes(serialization.Encoding.DER)

@@ -17,9 +17,8 @@ import trio
 from swarmd.errors import Unreachable
 from swarmd.net.traffic import Traffic
 from swarmd.values import PeerId
+from swarmd.wire.pinned_tls import SEND_BUFFER_BYTES, tune_socket
 
-KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}  # s, s, times, ms
-SEND_BUFFER_BYTES = 1 << 20  # 8 ms at 1 Gbit/s: the kernel is never out of bytes
 RECORD_BYTES = 1 << 14  # of a full one (RFC 8446, 5.1)
 WRITTEN_BYTES = 1 << 15  # at a time: what is copied stays in a cache
 FILL_BYTES = 1 << 16  # from the socket at a time: 2,400 of the shortest records, which take OpenSSL 20 ms
@@ -156,7 +155,7 @@ class DirectStream:
         self._tls = tls
         self._poll = select.poll()
         self._poll.register(tls.socket.fileno(), select.POLLOUT)
-        _tune_socket(tls.socket)
+        tune_socket(tls.socket)
 
     @property
     def is_open(self) -> bool:
@@ -221,14 +220,3 @@ class DirectStream:
         if self.is_open:
             self._tls.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._tls.close()
-
-
-def _tune_socket(connection: socket.socket) -> None:
-    """No delay for small frames, and an end within seconds when the other machine is gone without a goodbye."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        option = getattr(socket, name, None)
-        if option is not None:  # not every system has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)

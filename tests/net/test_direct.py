@@ -15,18 +15,20 @@ from cryptography import x509
 from swarmd.errors import PeerError, Unreachable
 from swarmd.net import direct
 from swarmd.net.api import Stream
-from swarmd.net.direct import DialTicket, DirectNetwork, DirectStream
+from swarmd.net.direct import DirectNetwork, DirectStream
 from swarmd.net.libp2p.host import HostOptions, Libp2pNetwork, Libp2pStream
 from swarmd.net.outbound import Outbound
 from swarmd.net.rpc import Channel
 from swarmd.protocol.membership.identity import Identity
+from swarmd.protocol.wire.tickets import TOKEN_BYTES, DialTicket
+from swarmd.wire.pinned_tls import listening_context
 
 PSK = b"k" * 32
 
 
 def test_no_clock_has_a_part_in_a_certificate_that_is_pinned() -> None:
     """Where one was a month behind, as after a boot without a battery, all sessions went over libp2p for good."""
-    _, raw = direct._server_context()
+    _, raw = listening_context()
     certificate = x509.load_der_x509_certificate(raw)
     assert certificate.not_valid_before_utc.year == 1970
     assert certificate.not_valid_after_utc.year == 9999
@@ -145,7 +147,7 @@ async def test_a_token_opens_nothing_for_a_purpose_that_is_none() -> None:
 
 async def test_a_guessed_token_opens_nothing() -> None:
     async with Pair().running() as pair:
-        assert await pair.knock(await pair.ticket(), b"\0" * direct.TOKEN_BYTES) == b""
+        assert await pair.knock(await pair.ticket(), b"\0" * TOKEN_BYTES) == b""
         assert not pair.streams
 
 
@@ -160,7 +162,7 @@ async def test_one_peer_holds_few_tokens_and_libp2p_carries_the_rest() -> None:
 
 async def test_another_certificate_at_the_port_is_not_trusted() -> None:
     async with Pair().running() as pair:
-        _, other = direct._server_context()
+        _, other = listening_context()
         true = await pair.ticket()
 
         async def lie(stream: Stream) -> None:
@@ -188,8 +190,8 @@ async def test_a_closed_port_or_no_offer_leaves_libp2p() -> None:
     "raw",
     [
         b"\xff" * 10_000,
-        msgspec.msgpack.encode((4117, b"", b"t" * direct.TOKEN_BYTES)),
-        msgspec.msgpack.encode((4117, b"no certificate", b"t" * direct.TOKEN_BYTES)),
+        msgspec.msgpack.encode((4117, b"", b"t" * TOKEN_BYTES)),
+        msgspec.msgpack.encode((4117, b"no certificate", b"t" * TOKEN_BYTES)),
     ],
 )
 async def test_garbage_for_a_ticket_leaves_libp2p(raw: bytes) -> None:

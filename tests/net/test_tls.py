@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from swarmd.net.direct import _server_context
 from swarmd.net.tls import FILL_BYTES, Tls
+from swarmd.wire.pinned_tls import listening_context
 
 RECORD, HANDSHAKE, KEY_UPDATE = b"\x17\x03\x03", b"\x16", b"\x18\x00\x00\x01\x00"  # RFC 8446, 5.2, 4, 4.6.3
 
@@ -69,7 +69,7 @@ class Client:
 
 async def pair(tmp_path: Path) -> tuple[Tls, Client, trio.SocketStream]:
     ours, theirs = map(trio.SocketStream, trio.socket.socketpair())
-    tls, client = Tls(ours, _server_context()[0], is_server=True), Client(theirs, tmp_path / "keys")
+    tls, client = Tls(ours, listening_context()[0], is_server=True), Client(theirs, tmp_path / "keys")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tls.shake_hands)
         await client.shake_hands()

@@ -22,7 +22,8 @@ from swarmd.compute.serving.absent_abilities import NoFineTuning
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
 from swarmd.compute.serving.fine_tuning import Training
 from swarmd.compute.serving.rates import first_rates
-from swarmd.compute.teams.led_span import LedSpan
+from swarmd.compute.teams.far_followers import FarFollowers
+from swarmd.compute.teams.led_span import Followers, LedSpan
 from swarmd.compute.teams.local_followers import LocalFollowers
 from swarmd.errors import ConfigError
 from swarmd.protocol.models.configuration import PACKED, layout_of
@@ -98,17 +99,19 @@ def load_team(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
     if read_config(Path(request.path))["model_type"] == PACKED:
         raise ConfigError('GGUF models at their own bits are not computed by teams: say team = ""')
     request = msgspec.structs.replace(request, spill_folder=str(spill_folder(request)))
-    followers = LocalFollowers(request)
+    followers: Followers = FarFollowers(request) if request.seats else LocalFollowers(request)
     try:
         span = load_span(request, signals, partial(LedSpan, followers=followers))
+        assert isinstance(span, LedSpan)
     except BaseException:
         followers.close()
         raise
     head, description = _introduce(request, span)
+    cache_tokens = span.tokens_that_fit(description.cache_bytes_per_token)
     kernels = f"a team of {len(request.team)}: each computes a slice of every block"
     return LoadedEngine(
         engine=span,
-        description=msgspec.structs.replace(description, kernels=kernels),
+        description=msgspec.structs.replace(description, kernels=kernels, cache_tokens=cache_tokens),
         fine_tuning=NoFineTuning("a team"),
         head=head,
     )

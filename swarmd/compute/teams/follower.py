@@ -38,7 +38,8 @@ from swarmd.compute.teams.orders import (
     read_numbers,
     receive,
 )
-from swarmd.compute.teams.shared_sums import SharedSums, TeamBroken
+from swarmd.compute.teams.shared_sums import SharedSums
+from swarmd.compute.teams.sums import Adding, TeamBroken
 from swarmd.values import Span
 from swarmd.wire.tensors import DTYPES
 
@@ -48,7 +49,7 @@ MOST_WORDS = 500  # characters of why it ends
 class Follower:
     """One member's slices, and its part of the caches."""
 
-    def __init__(self, span: SlicedSpan, sums: SharedSums) -> None:
+    def __init__(self, span: SlicedSpan, sums: Adding) -> None:
         self._span = span
         self._sums = sums
         self._caches: dict[int, SpanCache] = {}
@@ -96,7 +97,7 @@ class Follower:
         )
 
 
-def load(take: Take, sums: SharedSums) -> SlicedSpan:
+def load(take: Take, sums: Adding) -> SlicedSpan:
     """Load this member's slices, and test them together with the others. Raises ConfigError."""
     request = take.load
     use_threads(request.threads)

@@ -32,7 +32,6 @@ from swarmd.compute.teams.orders import (
     TakeOver,
     write_numbers,
 )
-from swarmd.compute.teams.shared_sums import SharedSums
 from swarmd.compute.teams.sums import Adding, join
 from swarmd.errors import Code, Refused
 from swarmd.values import Span
@@ -46,8 +45,14 @@ class Followers(Protocol):
         """What each member is worth, the leader first."""
 
     @property
-    def sums(self) -> SharedSums:
+    def sums(self) -> Adding:
         """The leader's side of sums."""
+
+    def wait_until_ready(self) -> tuple[int, ...]:
+        """Wait until all have loaded; returns the bytes of memory that each has left, where that is its own."""
+
+    def close(self) -> None:
+        """End the team."""
 
     def tell(self, order: Order) -> None:
         """Have all of them do something. Raises TeamBroken when one of them is gone."""
@@ -131,6 +136,7 @@ class LedSpan(SlicedSpan):
 
     def __init__(self, *place: Any, followers: Followers) -> None:
         self.forgotten: list[int] = []
+        self.free_bytes: tuple[int, ...] = ()
         self._followers = followers
         self._leads = False
         self._numbers = itertools.count()
@@ -139,7 +145,17 @@ class LedSpan(SlicedSpan):
     def self_test(self) -> None:
         """See LoadedSpan. From now on followers do what this span does."""
         super().self_test()
+        self.free_bytes = self._followers.wait_until_ready()
         self._leads = True
+
+    def tokens_that_fit(self, bytes_per_token: int) -> int:
+        """How many tokens of sessions half of each follower's memory holds; 0: as many as the leader's does.
+
+        ``bytes_per_token``: of the leader's caches; followers' are larger as their slices are.
+        """
+        first, *others = self._followers.weights
+        per_token = [bytes_per_token * max(1.0, weight / first) for weight in others]
+        return min((int(n // 2 // each) for n, each in zip(self.free_bytes, per_token, strict=False)), default=0)
 
     def tell(self, order: Order) -> None:
         """Have followers do something, after they have given up what nobody here has any more."""
@@ -149,7 +165,7 @@ class LedSpan(SlicedSpan):
         self._followers.tell(order)
 
     def _tell_pass(self, hop: Span, pieces: Sequence[SessionTokens], is_plain: bool = False) -> None:
-        n_given = self._followers.sums.n_given
+        n_given = self._followers.sums.begin()
         self.tell(RunPass(hop, [_write_piece(piece) for piece in pieces], n_given, is_plain))
 
     @property

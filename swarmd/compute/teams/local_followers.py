@@ -14,8 +14,9 @@ import sys
 import msgspec
 
 from swarmd.compute.hardware.device import use_threads
-from swarmd.compute.teams.orders import Order, Take, encode
-from swarmd.compute.teams.shared_sums import SharedSums, TeamBroken, make_shared
+from swarmd.compute.teams.orders import Order, Take, encode, send
+from swarmd.compute.teams.shared_sums import SharedSums, make_shared
+from swarmd.compute.teams.sums import TeamBroken
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.resources import count_processors
 
@@ -40,14 +41,18 @@ class LocalFollowers:
             theirs.close()
             self._connections.append(ours)
             load = msgspec.structs.replace(request, threads=shares[member])
-            ours.sendall(encode(Take(load, member, self.weights)))
+            send(ours, encode(Take(load, member, self.weights)))
         os.close(memory)
 
     def _is_whole(self) -> bool:
         return all(process.poll() is None for process in self._processes)
 
+    def wait_until_ready(self) -> tuple[int, ...]:
+        """See led_span.Followers: their memory is the leader's."""
+        return ()
+
     def close(self) -> None:
-        """End them."""
+        """See led_span.Followers."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -57,7 +62,7 @@ class LocalFollowers:
         data = encode(order)
         try:
             for connection in self._connections:
-                connection.sendall(data)
+                send(connection, data)
         except OSError as error:
             raise TeamBroken(f"a member of the team is gone ({error})") from None
 

@@ -1,6 +1,7 @@
 """What the leader of a team has its followers do, in the order in which it does so itself; and how that travels.
 
-Between processes of one volunteer, over a socketpair: a length, then msgpack. Nobody else can write there.
+In msgpack: between processes of one machine with a length before it, over a socketpair that nobody else has; between
+machines over a link (``links``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import struct
 import msgspec
 import torch
 
+from swarmd.protocol.wire.teams import TeamSeat
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.values import Span
 from swarmd.wire.tensors import DTYPES, raw_bytes
@@ -28,11 +30,15 @@ class Numbers(msgspec.Struct, array_like=True):
 
 
 class Take(msgspec.Struct, tag="take"):
-    """Be this member of a team of these weights: its slices of what ``load`` says."""
+    """Be this member of a team of these weights: its slices of what ``load`` says.
+
+    ``seats``: of all members behind the leader, where they are on several machines.
+    """
 
     load: LoadSpan
     member: int
     weights: tuple[float, ...]
+    seats: tuple[TeamSeat, ...] = ()
 
 
 class NewCache(msgspec.Struct, tag="new"):
@@ -117,15 +123,24 @@ _decoder = msgspec.msgpack.Decoder(Order)
 
 def encode(order: Order) -> bytes:
     """Write an order as it travels."""
-    data = _encoder.encode(order)
-    return LENGTH.pack(len(data)) + data
+    return _encoder.encode(order)
+
+
+def decode(data: bytes | bytearray) -> Order:
+    """Read an order. Raises msgspec.DecodeError."""
+    order: Order = _decoder.decode(data)
+    return order
+
+
+def send(connection: socket.socket, order: bytes) -> None:
+    """Send an order to a process of this machine. Raises OSError."""
+    connection.sendall(LENGTH.pack(len(order)) + order)
 
 
 def receive(connection: socket.socket) -> Order:
     """Wait for the next order. Raises EOFError where the leader has ended."""
     (n_bytes,) = LENGTH.unpack(_read(connection, LENGTH.size))
-    order: Order = _decoder.decode(_read(connection, n_bytes))
-    return order
+    return decode(_read(connection, n_bytes))
 
 
 def _read(connection: socket.socket, n_bytes: int) -> bytes:

@@ -22,7 +22,8 @@ from functools import reduce
 import numpy as np
 import torch
 
-from swarmd.errors import ConfigError, SwarmError
+from swarmd.compute.teams.sums import TeamBroken
+from swarmd.errors import ConfigError
 
 ORDERED = ("x86_64", "AMD64")  # processors whose stores others see in the order in which they were made
 LINE = 64  # bytes of a cache line
@@ -33,10 +34,6 @@ PAUSE_S = 0.0005  # between such looks
 LOOK_EVERY_S = 0.02  # whether the others still live
 MOST_WAIT_S = 60.0  # that a leader waits for the part of one that lives: loading blocks takes longest
 N_PLACES = 2  # of each member: while one is read, the next part is written
-
-
-class TeamBroken(SwarmError):
-    """A member of the team is gone: its part of a sum will never come."""
 
 
 def shared_bytes(n_members: int) -> int:
@@ -68,6 +65,10 @@ class SharedSums:
         self._member = member
         self._is_whole = is_whole
         self.n_given = 0
+
+    def begin(self) -> int:
+        """Begin a pass, at the leader; returns what members have to ``align`` to."""
+        return self.n_given
 
     def align(self, n_given: int) -> None:
         """Be where the leader is, between passes: a pass that failed at all members may have ended anywhere."""

@@ -11,10 +11,21 @@ import torch
 from torch import nn
 
 from swarmd.compute.model.slicing import Slicing
+from swarmd.errors import SwarmError
+
+
+class TeamBroken(SwarmError):
+    """A member of the team is gone: its part of a sum will never come."""
 
 
 class Adding(Protocol):
     """How members of a team add up what each of them has. All have to take part, in the same order of sums."""
+
+    def begin(self) -> int:
+        """Begin a pass, at the leader; returns what members have to ``align`` to."""
+
+    def align(self, n_given: int) -> None:
+        """Begin the pass that the leader has begun: one that failed may have ended anywhere."""
 
     def add(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over members, to the bit the same at each. Raises TeamBroken when one of them is gone."""

@@ -15,6 +15,8 @@ from swarmd.config import MOST_MEMBERS
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import Block, Count, Message, Name, Part, Request, SessionKey, Stage, Text
 from swarmd.protocol.wire import messages, tuning
+from swarmd.protocol.wire.teams import Host, TeamSeat
+from swarmd.protocol.wire.tickets import DialTicket
 
 FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
 Weight = Annotated[float, msgspec.Meta(gt=0)]
@@ -26,7 +28,7 @@ class LoadSpan(Message, tag="load", frozen=True):
 
     Without ``compiled`` no code is compiled for this CPU: the library's own kernels compute all of it.
     ``cache_tokens``: of all sessions, for engines that reserve them at once. ``team``: weights of several processes
-    that compute the blocks together.
+    that compute the blocks together; those behind the first are at ``seats`` of other machines, if there are any.
     """
 
     path: FilePath = ""
@@ -47,6 +49,30 @@ class LoadSpan(Message, tag="load", frozen=True):
     compiled: bool = True
     cache_tokens: Count = 0
     team: Annotated[tuple[Weight, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
+    seats: Annotated[tuple[TeamSeat, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
+
+
+class FollowTeam(Message, tag="follow", frozen=True):
+    """Daemon to worker: be a member of a team that a worker of another machine leads.
+
+    ``load`` says where the blocks are, and how much of this machine to use; all else of it is the leader's. Others
+    dial this worker on ``hosts``.
+    """
+
+    load: LoadSpan = LoadSpan()
+    hosts: Annotated[tuple[Host, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class Seated(Message, tag="seated", frozen=True):
+    """Worker to daemon: others can dial it."""
+
+    ticket: DialTicket
+
+
+class Followed(Message, tag="followed", frozen=True):
+    """Worker to daemon: what it is in the team."""
+
+    text: Text = ""
 
 
 class Rest(Message, tag="rest", frozen=True):
@@ -267,6 +293,9 @@ class StageComputed(Message, tag="stage_computed", frozen=True):
 
 WorkerMessage = (
     LoadSpan
+    | FollowTeam
+    | Seated
+    | Followed
     | Loaded
     | Loading
     | Improved
