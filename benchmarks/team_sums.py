@@ -1,8 +1,9 @@
-"""What a sum over the members of a team costs on one machine, beside gloo's, which torch brings: microseconds.
+"""What a sum over the members of a team costs, beside gloo's, which torch brings: microseconds.
 
     python -m benchmarks.team_sums
 
-Members are processes of one thread. Numbers a sum are a token's hidden states in float32; a block has two sums.
+Members are processes of one thread: of one machine through shared memory, and as if of several over TLS, on loopback.
+Numbers a sum are a token's hidden states in float32; a block has two sums.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import distributed
 
+from swarmd.compute.teams.link_sums import LinkSums
+from swarmd.compute.teams.links import Seat, dial
 from swarmd.compute.teams.shared_sums import SharedSums, make_shared
+from swarmd.protocol.wire.teams import TeamSeat
 
 MEMBERS, WIDTHS = (2, 3), (576, 4_096, 16_384)
+HOST = "127.0.0.1"
 N_WARM, N_SUMS, N_RUNS = 50, 200, 7
 Add = Callable[[torch.Tensor], object]
 
@@ -55,6 +60,14 @@ def measure(add: Add, member: int, title: str) -> None:
             print(f"{title:<28} {width:>7} numbers {1e6 * median(times):>8.0f} us", flush=True)
 
 
+def by_links(member: int, seats: Sequence[Seat]) -> None:
+    """Each listens at a seat of its own, and dials those of the members before it."""
+    n = len(seats)
+    links = {other: dial(TeamSeat(HOST, seats[other].ticket), other, member) for other in range(member)}
+    links |= seats[member].wait_for(range(member + 1, n))
+    measure(LinkSums(links, member).add, member, f"TLS on loopback, {n} members")
+
+
 def by_gloo(member: int, n_members: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     where = f"file://{folder / f'gloo-{n_members}'}"
@@ -73,6 +86,8 @@ def main() -> None:
                 measure(SharedSums(number, member, n, lambda: True).add, member, f"shared memory, {n} members")
 
             in_members(n_members, by_memory)
+            seats = [Seat([HOST]) for _ in range(n_members)]
+            in_members(n_members, lambda member, seats=seats: by_links(member, seats))  # type: ignore[misc]
             in_members(n_members, lambda member, n=n_members: by_gloo(member, n, Path(folder)))  # type: ignore[misc]
 
 

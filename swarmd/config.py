@@ -78,10 +78,10 @@ class Serve:
     """What one worker serves: a model ("" is any, by need), which blocks, and how. One table ``[[serve]]``.
 
     ``team`` has several processes compute the blocks together, each a slice of every block: "1:2" is two, of which the
-    second has twice the threads. ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU.
-    Models that are served as GGUF take "vulkan", "vulkan:1" or "metal", and the CPU for "". With ``head`` a server of a
-    model's last blocks computes norm and head, too, for clients that ask. ``compiled`` "off" computes with the
-    library's own kernels only.
+    second has twice the threads. With ``team_peers`` (peer ids, comma-separated) all but the first are those members'.
+    ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU. Models that are served as GGUF
+    take "vulkan", "vulkan:1" or "metal", and the CPU for "". With ``head`` a server of a model's last blocks computes
+    norm and head, too, for clients that ask. ``compiled`` "off" computes with the library's own kernels only.
     """
 
     model: str = ""
@@ -96,6 +96,7 @@ class Serve:
     cache_tokens: int = 131_072
     device: str = ""
     team: str = ""
+    team_peers: str = ""
 
     @property
     def members(self) -> tuple[float, ...]:
@@ -181,7 +182,8 @@ class Config:
     ``tuning_share`` is how much of its time fine-tuning may take while sessions decode.
     ``training_runs`` says whether this machine takes part in training runs: "asked" (only in those that its user
     joined) or "off".
-    ``team`` has several processes compute blocks together ("1:2": see Serve).
+    ``team`` has several processes compute blocks together, and ``team_peers`` those of other machines (see Serve).
+    ``follow`` lists members (peer ids, comma-separated) whose teams this machine takes part in.
     ``cache_tokens`` bounds what sessions may reserve, ``history_mib`` the memory for replay before it spills to disk.
     """
 
@@ -210,6 +212,8 @@ class Config:
     threads: int = 0
     device: str = ""
     team: str = ""
+    team_peers: str = ""
+    follow: str = ""
     cache_tokens: int = 131_072
     history_mib: int = 512
     tuning_mib: int = 512
@@ -257,9 +261,8 @@ class Config:
         for name in ("listen", "announce"):
             for address in split(getattr(self, name)):
                 _check_address(name, address)
-        for peer in split(self.blocked_peers):
-            if not _PEER_ID.fullmatch(peer):
-                raise ConfigError(f"blocked_peers lists peer ids (12D3KooW...; swarmd peers shows them), not {peer!r}")
+        _check_peers("blocked_peers", self.blocked_peers)
+        _check_peers("follow", self.follow)
         models = split(self.model)
         if len(models) > 1 and self.blocks != "auto" and not self.hosted:
             raise ConfigError(
@@ -418,7 +421,19 @@ def _check_serve(serve: Serve) -> None:
     if not re.fullmatch(r"[a-z]*(:\d+)?", serve.device):
         raise ConfigError(f"device is for example cpu or cuda:1, or vulkan for GGUF, not {serve.device!r}")
     _ = serve.span
-    _ = serve.members
+    _check_peers("team_peers", serve.team_peers)
+    n_peers = len(split(serve.team_peers))
+    if n_peers and n_peers + 1 != len(serve.members):
+        raise ConfigError(
+            f"team says what this machine and {n_peers} team_peers are worth, as {':'.join('1' * (n_peers + 1))} does, "
+            f"not {serve.team!r}"
+        )
+
+
+def _check_peers(name: str, text: str) -> None:
+    for peer in split(text):
+        if not _PEER_ID.fullmatch(peer):
+            raise ConfigError(f"{name} lists peer ids (12D3KooW...; swarmd peers shows them), not {peer!r}")
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -59,6 +59,7 @@ from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
 from swarmd.node.serving.trials import Trials
+from swarmd.node.teams.following import Following
 from swarmd.node.worker.worker_link import WORKER, Prestarted, Starter
 from swarmd.protocol.membership.catalog import AdmittedMember, Catalog
 from swarmd.protocol.membership.identity import Identity
@@ -100,7 +101,10 @@ class LocalMember:
 
 @dataclass(frozen=True, slots=True)
 class DaemonServices:
-    """The services that a daemon runs on: the real ones, or simulated ones, perhaps of another version."""
+    """The services that a daemon runs on: the real ones, or simulated ones, perhaps of another version.
+
+    ``hosts``: the IP addresses where others reach what listens here.
+    """
 
     network: Network
     records: RecordStore
@@ -108,6 +112,7 @@ class DaemonServices:
     rng: random.Random
     start_worker: Starter
     understands: Understanding = OURS
+    hosts: tuple[str, ...] = ()
     ways: NatTraversal | None = None
     traffic: Traffic | None = None
 
@@ -169,6 +174,7 @@ class Daemon:
             spill_folder=str(home.folder) if home else "",
         )
         self.hosts = Hosts(hosting_services)
+        self.following = Following(config, self.store, self.presence, services.hosts, hosting_services.spill_folder)
         self.prober = Prober(hosting_services, self.hosts)
         self.gateway = _gateway_of(home, config)
         self.reachability = _reachability_of(member, services, self.rpc, self.directory, config)
@@ -176,6 +182,7 @@ class Daemon:
         parts = DaemonParts(
             services=hosting_services,
             hosts=self.hosts,
+            following=self.following,
             runs=self.runs,
             health=self.health,
             prober=self.prober,
@@ -216,6 +223,7 @@ class Daemon:
                 await nursery.start(self.presence.run)
             if self.reachability is not None:
                 nursery.start_soon(self.reachability.run)
+            await nursery.start(self.following.run)
             await nursery.start(self.hosts.run)
             nursery.start_soon(self.prober.run)
             nursery.start_soon(self.books.keep)
@@ -252,6 +260,7 @@ class Daemon:
         rights = self.exchange.roster.pass_of(self._certificate).may
         not_invited = f"this machine's invite is for: {', '.join(rights)}"
         self.hosts.rest(reason or ("" if "serve" in rights else not_invited))
+        self.following.rest(reason or ("" if "serve" in rights else not_invited))
         self.runs.rest(reason or ("" if "train" in rights else not_invited))
 
     async def _cancel_when_hurried(self, scope: trio.CancelScope) -> None:
@@ -277,7 +286,7 @@ class Daemon:
             return True
         if getattr(message, "run", ""):
             self.exchange.roster.require_member(channel.peer, "train")
-        if await self.store.handle(channel, message):
+        if await self.store.handle(channel, message) or await self.following.handle(channel, message):
             return True
         if await self.runs.handle(channel, message, frame):
             return True
@@ -413,6 +422,7 @@ async def main(
             start_worker=workers.start,
             ways=libp2p.ways,
             traffic=traffic,
+            hosts=libp2p.listen_hosts(),
         )
         async with libp2p.running(), network.running(), records.running(), trio.open_nursery() as nursery:
             daemon = Daemon(member, config, services, exchange)

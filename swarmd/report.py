@@ -26,6 +26,7 @@ from swarmd.node.members.reachability import Reachability
 from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
+from swarmd.node.teams.following import Following
 from swarmd.plan.chains.placement import find_rescues
 from swarmd.plan.chains.routing import Route, RouteQuery, best_alternative, best_route, gather_trips
 from swarmd.plan.chains.view import SwarmView
@@ -41,6 +42,7 @@ class DaemonParts:
 
     services: HostingServices
     hosts: Hosts
+    following: Following
     runs: Runs
     health: Health
     prober: Prober
@@ -60,6 +62,7 @@ class Owner:
         self._directory = services.directory
         self._store = services.store
         self._hosts = parts.hosts
+        self._following = parts.following
         self._home = parts.home
         self._gateway = parts.gateway
         self._presence = services.presence
@@ -99,6 +102,7 @@ class Owner:
             reach=self._reachability.snapshot() if self._reachability else None,
             health=self._health_rows(view),
             name=own_record.name if own_record else "",
+            following=self._following.snapshot(),
         )
 
     def _sessions(self) -> tuple[answers.SessionRow, ...]:

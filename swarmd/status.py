@@ -102,6 +102,16 @@ class HostingStatus(Status, frozen=True, kw_only=True):
     balance: BalanceStatus
 
 
+class FollowingStatus(Status, frozen=True, kw_only=True):
+    """A team that another member leads, in which a process of this machine computes slices; ``state`` is for people."""
+
+    leader: str
+    model: str
+    blocks: tuple[int, int]
+    state: str
+    pid: int | None
+
+
 # --- the swarm -------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +276,7 @@ class DaemonStatus(Status, frozen=True, kw_only=True):
     reach: ReachStatus | None = None
     health: tuple[HealthRow, ...] = ()
     name: str = ""
+    following: tuple[FollowingStatus, ...] = ()
 
 
 class ProbeRow(Status, frozen=True, kw_only=True):

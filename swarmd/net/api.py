@@ -76,6 +76,9 @@ class Network(Protocol):
     async def open_stream(self, peer: PeerId, purpose: Purpose) -> Stream:
         """Connect if need be and open a stream. Raises Unreachable, PeerTimeout or RemoteProtocolError."""
 
+    def remote_host(self, peer: PeerId) -> str | None:
+        """Where a connected peer could be dialled again; None when it cannot, or is not connected."""
+
     def way_to(self, peer: PeerId) -> Way | None:
         """How this peer is connected with another; None when it is not."""
 

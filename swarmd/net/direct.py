@@ -14,7 +14,6 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import trio
@@ -46,13 +45,6 @@ MAX_TICKET_BYTES = 4_096  # a certificate of 2 KiB at most, and a token
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
 
 
-class InnerNetwork(Network, Protocol):
-    """A network that also tells where a connected peer is, and carries tickets."""
-
-    def remote_host(self, peer: PeerId) -> str | None:
-        """Where a connected peer could be dialled again; None when it cannot, or is not connected."""
-
-
 @dataclass(slots=True)
 class _Token:
     peer: PeerId
@@ -77,7 +69,7 @@ class DirectNetwork:
 
     def __init__(
         self,
-        inner: InnerNetwork,
+        inner: Network,
         hosts: tuple[str, ...] = (),
         port: int = 0,
         traffic: Traffic | None = None,
@@ -159,6 +151,10 @@ class DirectNetwork:
                 self._without[peer] = trio.current_time() + AGAIN_AFTER_S
                 logger.debug("libp2p carries the frames for %s: %s", peer, error)
         return await self._inner.open_stream(peer, purpose)
+
+    def remote_host(self, peer: PeerId) -> str | None:
+        """See ``Network``."""
+        return self._inner.remote_host(peer)
 
     def way_to(self, peer: PeerId) -> Way | None:
         """See ``Network``."""

@@ -248,6 +248,9 @@ class SimNetwork:
         target._nursery.start_soon(target._serve_stream, purpose, far_end)
         return near_end
 
+    def remote_host(self, peer: PeerId) -> str | None:
+        return None
+
     def way_to(self, peer: PeerId) -> Way | None:
         return "direct" if any(stream.peer == peer for stream in self.streams) else None
 

@@ -1,78 +1,147 @@
-"""A server whose blocks are computed by a team of processes: the tokens are the same, also when a member is killed."""
+"""A server whose blocks are computed by a team: the tokens are the same, also when a member is killed in mid-answer."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import swarmd
 from swarmd.compute.model import skeleton
 from tests import families
-from tests.real.harness import Volunteer, local_swarm
+from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what a family warns of is its own affair
 N_TOKENS = 30
 WAIT_S = 10.0
 KILLED_AFTER = 8  # tokens of an answer
 OPTIONS = {"do_sample": False, "max_new_tokens": N_TOKENS, "pad_token_id": 0}
+FAMILIES = [("llama", "1:2"), pytest.param("qwen3_moe", "1:2:6", marks=pytest.mark.prove)]
 
 
 def followers_of(volunteer: Volunteer) -> list[int]:
-    """The processes that follow a server's worker."""
+    """The processes that follow a server's worker on its own machine."""
     worker = psutil.Process(volunteer.ask("status")["worker"]["pid"])
     return [child.pid for child in worker.children() if "swarmd.compute.teams.follower" in child.cmdline()]
 
 
-class KillOnce:
-    """Kills a member of a team while an answer is given."""
+def memberships_of(volunteer: Volunteer) -> list[int]:
+    """The processes in which a machine follows others."""
+    rows = volunteer.ask("status")["following"]
+    return [row["pid"] for row in rows if row["state"].startswith("member ")]
 
-    def __init__(self, volunteer: Volunteer) -> None:
-        self._volunteer = volunteer
+
+class BlowOnce:
+    """Does something once, while an answer is given."""
+
+    def __init__(self, blow: Callable[[], None]) -> None:
+        self._blow = blow
         self._n_tokens = 0
-        self.killed = 0
 
     def put(self, tokens: torch.Tensor) -> None:
         self._n_tokens += 1
         if self._n_tokens == KILLED_AFTER:
-            self.killed = followers_of(self._volunteer)[0]
-            os.kill(self.killed, signal.SIGKILL)
+            self._blow()
 
     def end(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("family", "team"), [("llama", "1:2"), pytest.param("qwen3_moe", "1:2:6", marks=pytest.mark.prove)]
-)
+class Expected:
+    """A model, a prompt, and the tokens that it gives in one process."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self.folder = families.make_named(family, folder)
+        local = skeleton.load_whole(self.folder, torch.float32)
+        self.n_blocks = skeleton.count_layers(local.config)
+        self._ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(3))
+        self._tokens = self._generate(local)
+
+    def _generate(self, model: PreTrainedModel, **more: object) -> torch.Tensor:
+        tokens: torch.Tensor = model.generate(self._ids, **OPTIONS, **more)  # type: ignore[operator]
+        return tokens
+
+    def check(self, model: PreTrainedModel, blow: Callable[[], None] = lambda: None) -> None:
+        assert torch.equal(self._generate(model, streamer=BlowOnce(blow)), self._tokens)
+
+
+@contextmanager
+def founded(folder: Path, expected: Expected) -> Iterator[LocalSwarm]:
+    with local_swarm(folder) as swarm:
+        swarm.add("--no-serve", models={"model": expected.folder})
+        yield swarm
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("family", "team"), FAMILIES)
 def test_a_team_beside_an_ordinary_server_and_a_member_that_is_killed(family: str, team: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    folder = families.make_named(family, tmp_path / "model")
-    local = skeleton.load_whole(folder, torch.float32)
-    n = skeleton.count_layers(local.config)
-    ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(3))
-    expected = local.generate(ids, **OPTIONS)  # type: ignore[operator]
-    with local_swarm(tmp_path / "swarm") as swarm:
-        swarm.add("--no-serve", models={"model": folder})
+    expected = Expected(family, tmp_path / "model")
+    n = expected.n_blocks
+    with founded(tmp_path / "swarm", expected) as swarm:
         (together,) = swarm.serving((0, n // 2), model="model", SWARMD_TEAM=team)
         (alone,) = swarm.serving((n // 2, n), model="model")
-        assert len(followers_of(together)) == team.count(":")
+        before = followers_of(together)
+        assert len(before) == team.count(":")
         assert not followers_of(alone)
         assert f"a team of {team.count(':') + 1}" in together.ask("status")["worker"]["kernels"]
         with swarmd.connect(home=alone.home.folder) as client:
             model = client.model("model")
-            assert torch.equal(model.generate(ids, **OPTIONS), expected)
-            blow = KillOnce(together)
-            assert torch.equal(model.generate(ids, **OPTIONS, streamer=blow), expected)
-        swarm.wait(lambda: blow.killed not in followers_of(together), "new followers")
+            expected.check(model)
+            expected.check(model, lambda: kill(before[0]))
+        swarm.wait(lambda: before[0] not in followers_of(together), "new followers")
         assert len(followers_of(together)) == team.count(":")
         pids = followers_of(together)
     assert pids, "they were there"
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if is_running(pid)], timeout=WAIT_S)
     assert not [process for process in alive if is_running(process.pid)], "followers end with their worker"
+
+
+@pytest.mark.parametrize(("family", "team"), FAMILIES)
+def test_a_team_of_machines_goes_on_with_and_without_a_member(family: str, team: str, tmp_path: Path) -> None:
+    expected = Expected(family, tmp_path / "model")
+    n = expected.n_blocks
+    with founded(tmp_path / "swarm", expected) as swarm:
+        leader = swarm.prepare("--serve", "model", "--blocks", f"0:{n // 2}")
+        others = [swarm.add("--no-serve", SWARMD_FOLLOW=leader.peer) for _ in range(team.count(":"))]
+        leader.environment |= {"SWARMD_TEAM": team, "SWARMD_TEAM_PEERS": ",".join(other.peer for other in others)}
+        leader.start()
+        swarm.wait(lambda: leader.is_listening, "the leader")
+        (alone,) = swarm.serving((n // 2, n), model="model")
+        (pid,) = memberships_of(others[0])
+        with swarmd.connect(home=alone.home.folder) as client:
+            model = client.model("model")
+            expected.check(model)
+            expected.check(model, lambda: kill(pid))
+            assert memberships_of(others[0]) not in ([], [pid]), "the leader has asked it again"
+            assert f"a team of {len(others) + 1}" in leader.ask("status")["worker"]["kernels"]
+            expected.check(model, lambda: others[-1].stop())
+            worker = leader.ask("status")["worker"]
+            assert f"without {others[-1].peer} in its team" in worker["why"]
+            assert ("a team of" in worker["kernels"]) == (len(others) > 1)
+
+
+def test_a_machine_follows_only_whom_its_owner_names(tmp_path: Path) -> None:
+    expected = Expected("llama", tmp_path / "model")
+    with founded(tmp_path / "swarm", expected) as swarm:
+        stranger = swarm.add("--no-serve")
+        (leader,) = swarm.serving(
+            (0, expected.n_blocks), model="model", SWARMD_TEAM="1:2", SWARMD_TEAM_PEERS=stranger.peer
+        )
+        worker = leader.ask("status")["worker"]
+        assert f"without {stranger.peer} in its team: its owner has not said follow" in worker["why"]
+        assert "a team of" not in worker["kernels"]
+        with swarmd.connect(home=leader.home.folder) as client:
+            expected.check(client.model("model"))
 
 
 def is_running(pid: int) -> bool:

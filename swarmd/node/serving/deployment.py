@@ -24,6 +24,7 @@ from swarmd.node.serving.hops import Deliver
 from swarmd.node.serving.lanes import ServerLanes
 from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.serving.server import Server, ServerServices
+from swarmd.node.teams.seats import TeamSeats
 from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLinkStatus, WorkerLost
 from swarmd.plan.chains.announcement import ServerLoad, is_news
 from swarmd.plan.chains.cache_admission import CacheLedger
@@ -76,7 +77,10 @@ class Deployment:
         )
         request = _load_request(services, settings, served, folder)
         self.placement = placement
-        self.worker = WorkerLink(services.start_worker, request, services.presence.share)
+        seats = TeamSeats(services.rpc, services.store, settings.team_peers) if settings.team_peers else None
+        self.worker = WorkerLink(
+            services.start_worker, request, services.presence.share, seats.prepare if seats else None
+        )
         self.server = Server(
             ServerServices(services.rpc, services.exchange, services.store.supply),
             served,

@@ -49,6 +49,7 @@ from swarmd.protocol.wire.worker import (
     WorkerMessage,
 )
 from swarmd.resources import measure_memory
+from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class WorkerProcess(Protocol):
 
 
 Starter = Callable[[], Awaitable[WorkerProcess]]
+Prepare = Callable[[LoadSpan], Awaitable[Decision[LoadSpan]]]
+"""Completes a request by what may differ from one start of a worker to the next, and says what people should know."""
 
 
 # Importing torch and transformers makes objects that stay: collecting them meanwhile costs half a second.
@@ -231,10 +234,14 @@ class WorkerLinkStatus:
 class WorkerLink:
     """Supervises one worker that serves one span."""
 
-    def __init__(self, start: Starter, request: LoadSpan, share: ComputeShare | None = None) -> None:
+    def __init__(
+        self, start: Starter, request: LoadSpan, share: ComputeShare | None = None, prepare: Prepare | None = None
+    ) -> None:
         self._loaded: Loaded | None = None
         self._share = share or ComputeShare()
         self._start = start
+        self._prepare = prepare
+        self._prepared = ""  # what people should know of the request as it was completed
         self._request = request
         self._handlers: Handlers = {}
         self._on_change: Callable[[], Awaitable[None]]
@@ -344,7 +351,7 @@ class WorkerLink:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, queue, nursery.cancel_scope)
                 nursery.start_soon(queue.pass_on, self._process)
-                await self.send(messages.encode_frame(self._request))
+                await self.send(messages.encode_frame(await self._complete_request()))
                 nursery.start_soon(self._follow_share)
                 await self._read(self._process, queue)
                 is_by_daemon = False
@@ -369,6 +376,14 @@ class WorkerLink:
                 answer.lose(f"the worker of this hop ended: {self._reason}"[:500])
         await self._on_change()
         return end
+
+    async def _complete_request(self) -> LoadSpan:
+        """What this start of a worker is asked."""
+        if self._prepare is None:
+            return self._request
+        prepared = await self._prepare(self._request)
+        self._prepared = prepared.reason
+        return prepared.action
 
     async def _read(self, process: WorkerProcess, queue: FrameQueue) -> None:
         decoder = FrameDecoder()
@@ -434,7 +449,9 @@ class WorkerLink:
     def _serving(self, loaded: Loaded) -> str:
         loss = loaded.quantization_error
         rounded = "" if loss is None else f"; 8 or 4 bits put it {100 * loss:.2g} % off on a probe"
-        return f"serving on {loaded.device}{rounded}{'' if self._request.compiled else '; without compiled code'}"
+        without = "" if self._request.compiled else "; without compiled code"
+        prepared = f"; {self._prepared}" if self._prepared else ""
+        return f"serving on {loaded.device}{rounded}{without}{prepared}"
 
     async def _fail_for_memory(self) -> None:
         """Say that what was asked for does not fit, so that fewer blocks are asked for, or the owner hears of it."""

@@ -32,7 +32,7 @@ from swarmd.protocol.fields import (
     Text,
     Weight,
 )
-from swarmd.protocol.wire import frames, rounds, stages, tuning
+from swarmd.protocol.wire import frames, rounds, stages, teams, tuning
 from swarmd.protocol.wire.alternatives import MOST_ALTERNATIVES, Alternative
 
 MAX_TOLD = 200  # characters of what is wrong with a header: it quotes what came, as long as that was
@@ -448,6 +448,8 @@ Known = (
     | Inherited
     | CloseSession
     | WantReceipt
+    | teams.JoinTeam
+    | teams.SeatIs
     | ReceiptIs
     | Taken
     | WantTokens
