@@ -18,12 +18,11 @@ from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.improvements import MOST_TEXT, Improvements
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions, cache_bytes_per_token, numerics
-from swarmd.compute.serving.absent_abilities import NoFineTuning
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
 from swarmd.compute.serving.fine_tuning import Training
 from swarmd.compute.serving.rates import first_rates
 from swarmd.compute.teams.far_followers import FarFollowers
-from swarmd.compute.teams.led_span import Followers, LedSpan
+from swarmd.compute.teams.led_span import NO_PARAMETERS, Followers, LedSpan
 from swarmd.compute.teams.local_followers import LocalFollowers
 from swarmd.errors import ConfigError
 from swarmd.protocol.models.configuration import PACKED, layout_of
@@ -76,12 +75,10 @@ def load_torch_engine(
     span = load(request, signals)
     head, description = _introduce(request, span)
     improvements = Improvements(span, Path(request.path), compiler)
-    block_tokens_per_s = len(span.span) * description.speed.prefill_tokens_per_s
-    max_tokens = max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * block_tokens_per_s))
     return LoadedEngine(
         engine=span,
         description=msgspec.structs.replace(description, kernels=improvements.kernels),
-        fine_tuning=Training(span, request.tuning_bytes, max_tokens),
+        fine_tuning=_training(request, span, description),
         head=head,
         background=improvements,
     )
@@ -112,7 +109,7 @@ def load_team(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
     return LoadedEngine(
         engine=span,
         description=msgspec.structs.replace(description, kernels=kernels, cache_tokens=cache_tokens),
-        fine_tuning=NoFineTuning("a team"),
+        fine_tuning=_training(request, span, description, NO_PARAMETERS),
         head=head,
     )
 
@@ -123,6 +120,13 @@ def _introduce(request: LoadSpan, span: LoadedSpan) -> tuple[LogitsHead | None, 
     decode, prefill = first_rates(span, span.sample, QUICK_S)
     speed = Measured(decode_tokens_per_s=decode, prefill_tokens_per_s=prefill)
     return head, msgspec.structs.replace(describe(span, request.model, speed), has_head=head is not None)
+
+
+def _training(request: LoadSpan, span: LoadedSpan, description: Loaded, no_parameters: str = "") -> Training:
+    """Fine-tuning of a span, in micro-batches of which a block takes a second at most."""
+    block_tokens_per_s = len(span.span) * description.speed.prefill_tokens_per_s
+    max_tokens = max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * block_tokens_per_s))
+    return Training(span, request.tuning_bytes, max_tokens, no_parameters=no_parameters)
 
 
 def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:

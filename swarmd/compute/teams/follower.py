@@ -32,6 +32,8 @@ from swarmd.compute.teams.orders import (
     Piece,
     RecordPast,
     Reorder,
+    RunBackward,
+    RunGraph,
     RunPass,
     Take,
     TakeOver,
@@ -46,6 +48,10 @@ from swarmd.wire.tensors import DTYPES
 MOST_WORDS = 500  # characters of why it ends
 
 
+Graph = tuple[torch.Tensor, torch.Tensor]
+"""What entered blocks, and what left them."""
+
+
 class Follower:
     """One member's slices, and its part of the caches."""
 
@@ -53,6 +59,7 @@ class Follower:
         self._span = span
         self._sums = sums
         self._caches: dict[int, SpanCache] = {}
+        self._graphs: dict[int, Graph] = {}
 
     def do(self, order: Order) -> None:
         """Do as the leader does."""
@@ -62,9 +69,14 @@ class Follower:
                 self._run(order)
             case NewCache(cache, hop, max_tokens):
                 caches[cache] = self._span.new_cache(hop, max_tokens)
+            case RunGraph():
+                self._run_graph(order)
+            case RunBackward():
+                self._run_backward(order)
             case Forget(forgotten):
-                for cache in forgotten:
-                    caches.pop(cache, None)
+                for number in forgotten:
+                    caches.pop(number, None)
+                    self._graphs.pop(number, None)
             case RecordPast(cache):
                 caches[cache].record_past()
             case Crop(cache, n_tokens):
@@ -85,6 +97,22 @@ class Follower:
                 self._span.forward(piece.hidden, piece.positions, piece.mask, piece.cache, piece.n_past, order.hop)
             else:
                 self._span.run(pieces, order.hop)
+
+    def _run_graph(self, order: RunGraph) -> None:
+        piece = self._read_piece(order.piece)
+        inputs = piece.hidden.requires_grad_(order.is_kept)
+        self._sums.align(order.n_given)
+        with suppress(*PROBE_ERRORS), torch.set_grad_enabled(order.is_kept):
+            outputs = self._span.forward_with_grad(inputs, piece.positions, piece.mask, order.hop)
+            if order.is_kept:
+                self._graphs[order.graph] = (inputs, outputs)
+
+    def _run_backward(self, order: RunBackward) -> None:
+        gradient = read_numbers(order.gradient)
+        inputs, outputs = self._graphs.pop(order.graph)
+        self._sums.align(order.n_given)
+        with suppress(*PROBE_ERRORS):
+            torch.autograd.grad(outputs, inputs, gradient)
 
     def _read_piece(self, piece: Piece) -> SessionTokens:
         return SessionTokens(

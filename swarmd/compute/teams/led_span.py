@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.cache.session_cache import Tensors
 from swarmd.compute.cache.span_cache import UNBOUNDED, SpanCache
@@ -28,6 +29,8 @@ from swarmd.compute.teams.orders import (
     Piece,
     RecordPast,
     Reorder,
+    RunBackward,
+    RunGraph,
     RunPass,
     TakeOver,
     write_numbers,
@@ -35,6 +38,8 @@ from swarmd.compute.teams.orders import (
 from swarmd.compute.teams.sums import Adding, join
 from swarmd.errors import Code, Refused
 from swarmd.values import Span
+
+NO_PARAMETERS = "a team's matrices are cut, and a client's own parameters are for whole ones: take another server"
 
 
 class Followers(Protocol):
@@ -74,7 +79,7 @@ class SlicedSpan(LoadedSpan):
     ) -> None:
         slicing = Slicing(weights, member)
         super().__init__(folder, span, dtype, replace(options, slicing=slicing), *signals)
-        self.adapters.refusal = "a team's matrices are cut, and adapters are for whole ones: take another server"
+        self.adapters.refusal = NO_PARAMETERS
         join(self.model, slicing, sums)
 
     def self_test(self) -> None:
@@ -168,6 +173,10 @@ class LedSpan(SlicedSpan):
         n_given = self._followers.sums.begin()
         self.tell(RunPass(hop, [_write_piece(piece) for piece in pieces], n_given, is_plain))
 
+    def tell_backward(self, graph: int, gradient: torch.Tensor) -> None:
+        """Have followers compute gradients of a graph."""
+        self.tell(RunBackward(graph, write_numbers(gradient), self._followers.sums.begin()))
+
     @property
     def interleaved_tokens(self) -> int:
         """None: followers are in the midst of the same pass."""
@@ -215,9 +224,50 @@ class LedSpan(SlicedSpan):
             self._tell_pass(hop, [SessionTokens(hidden, positions, cache, n_past, mask=mask)], is_plain=True)
         return super().forward(hidden, positions, mask, cache, n_past, hop)
 
-    def forward_with_grad(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Refuse. Raises Refused."""
-        raise Refused(Code.UNSUPPORTED, "a team computes no gradients yet: fine-tune through other servers")
+    def forward_with_grad(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        hop: Span | None = None,
+        lora: LoraUpdates | None = None,
+        cache: SpanCache | None = None,
+    ) -> torch.Tensor:
+        """See LoadedSpan. Raises Refused for parameters of a client's own, whose matrices are not cut."""
+        if lora is not None or cache is not None:
+            raise Refused(Code.UNSUPPORTED, NO_PARAMETERS)
+        hop = hop or self.span
+        graph = LedGraph(self, next(self._numbers))
+        is_kept = torch.is_grad_enabled() and hidden.requires_grad
+        piece = _write_piece(SessionTokens(hidden, positions, None, 0, mask=mask))
+        self.tell(RunGraph(graph.number, hop, piece, self._followers.sums.begin(), is_kept))
+        outputs = super().forward_with_grad(hidden, positions, mask, hop)
+        return _LedBackward.apply(outputs, graph) if is_kept else outputs  # type: ignore[no-untyped-call]
+
+
+class LedGraph:
+    """What autograd keeps of one pass, at the leader; followers have one of the same number."""
+
+    def __init__(self, span: LedSpan, number: int) -> None:
+        self.span = span
+        self.number = number
+
+    def __del__(self) -> None:
+        self.span.forgotten.append(self.number)
+
+
+class _LedBackward(torch.autograd.Function):
+    """What left a team's blocks: its backward begins at all members."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, graph: LedGraph) -> torch.Tensor:
+        ctx.graph = graph
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.graph.span.tell_backward(ctx.graph.number, gradient)
+        return gradient, None
 
 
 def _write_piece(piece: SessionTokens) -> Piece:

@@ -50,9 +50,9 @@ class NewCache(msgspec.Struct, tag="new"):
 
 
 class Forget(msgspec.Struct, tag="forget"):
-    """Give up caches."""
+    """Give up caches, and graphs whose backward will not come."""
 
-    caches: list[int]
+    numbers: list[int]
 
 
 class RecordPast(msgspec.Struct, tag="record"):
@@ -116,7 +116,25 @@ class RunPass(msgspec.Struct, tag="run"):
     is_plain: bool = False
 
 
-Order = Take | NewCache | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow | RunPass
+class RunGraph(msgspec.Struct, tag="graph"):
+    """Compute new tokens [b, t, d] without a cache, and keep the graph, by this number, where gradients are wanted."""
+
+    graph: int
+    hop: Span
+    piece: Piece
+    n_given: int
+    is_kept: bool
+
+
+class RunBackward(msgspec.Struct, tag="backward"):
+    """Compute gradients from that by what left a graph [b, t, d]; it is given up."""
+
+    graph: int
+    gradient: Numbers
+    n_given: int
+
+
+Order = Take | NewCache | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow | RunPass | RunGraph | RunBackward
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Order)
 

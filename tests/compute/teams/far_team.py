@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import FrameDecoder
@@ -45,8 +44,3 @@ class FarFollower:
         self.process.kill()
         self.process.wait()
         self._connection.close()
-
-
-def own_part(folder: Path, spill: Path, **more: object) -> LoadSpan:
-    settings = {"model": "m", "start": 0, "end": 2, "threads": 1, "spill_folder": str(spill)}
-    return LoadSpan(path=str(folder), **(settings | more))  # type: ignore[arg-type]

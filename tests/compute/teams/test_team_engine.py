@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -15,11 +16,12 @@ from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.engine import LoadSignals
 from swarmd.compute.serving.engines import load_engine
 from swarmd.compute.teams.led_span import LedSpan
-from swarmd.compute.teams.shared_sums import TeamBroken
+from swarmd.compute.teams.sums import TeamBroken
 from swarmd.errors import ConfigError, Refused
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.values import Span
 from tests import checkpoints, families
+from tests.compute.teams.far_team import FarFollower
 from tests.families import operations_error
 
 SIGNALS = LoadSignals(lambda: None, lambda stage, done, total: None)
@@ -30,9 +32,51 @@ def request(folder: Path, tmp_path: Path, **more: object) -> LoadSpan:
     return LoadSpan(path=str(folder), **(settings | more))  # type: ignore[arg-type]
 
 
-def test_a_teams_sessions_are_those_of_one_process(tmp_path: Path) -> None:
-    folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
-    span = load_engine(request(folder, tmp_path), SIGNALS).engine
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Callable[[Path, int], list[FarFollower]]]:
+    """Starts followers as a daemon of another machine does."""
+    started: list[FarFollower] = []
+
+    def start(folder: Path, n: int) -> list[FarFollower]:
+        started.extend(FarFollower(request(folder, tmp_path, team=(), threads=1)) for _ in range(n))
+        return started
+
+    yield start
+    for follower in started:
+        follower.close()
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """By how much tensors differ, beside how large they are."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def check_gradients(span: LoadedSpan, alone: LoadedSpan) -> None:
+    """Gradients by what entered blocks are those of one process; graphs without a backward are given up."""
+    hidden = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(1))
+    wanted = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(2))
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, *range(6)], [*range(7)]])
+    gradients = []
+    for loaded in (span, alone):
+        loaded.forward_with_grad(hidden.clone().requires_grad_(), positions, mask)
+        loaded.forward_with_grad(hidden, positions, mask)
+        inputs = hidden.clone().requires_grad_()
+        outputs = loaded.forward_with_grad(inputs, positions, mask)
+        gradients.append(torch.autograd.grad(outputs, inputs, wanted)[0])
+    assert error(*gradients) < 1e-5
+    with pytest.raises(Refused, match="a client's own parameters are for whole ones"):
+        span.forward_with_grad(hidden, positions, cache=span.new_cache(span.span))
+
+
+@pytest.mark.parametrize("team", [(1.0, 2.0), (1.0, 2.0, 1.0)], ids=["here", "elsewhere"])
+def test_a_teams_sessions_are_those_of_one_process(
+    team: tuple[float, ...], far: Callable[[Path, int], list[FarFollower]], tmp_path: Path
+) -> None:
+    folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2, num_key_value_heads=4)
+    followers = far(folder, len(team) - 1) if len(team) > 2 else []
+    seats = tuple(follower.seat() for follower in followers)
+    span = load_engine(request(folder, tmp_path, team=team, seats=seats), SIGNALS).engine
     assert isinstance(span, LedSpan)
     assert span.can_batch
     operations = operations_error(span)
@@ -56,17 +100,15 @@ def test_a_teams_sessions_are_those_of_one_process(tmp_path: Path) -> None:
         return [*first, *engine.run([again])]
 
     for ours, theirs in zip(run(span), run(alone), strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert error(ours, theirs) < 1e-5
     odd = SessionTokens(texts[0][..., :9], torch.arange(5)[None], span.new_cache(span.span, 32), 0)
     with pytest.raises(RuntimeError):
         span.run([odd])
     assert len(run(span)) == 3, "what failed at all members leaves the team as it was"
-    with pytest.raises(Refused, match="a team computes no gradients"):
-        span.forward_with_grad(texts[0], torch.arange(5)[None])
+    check_gradients(span, alone)
     with pytest.raises(ConfigError, match="a team's matrices are cut"):
         span.adapters.load("a", [], b"{}")
-    (follower,) = psutil.Process().children()
-    os.kill(follower.pid, signal.SIGKILL)
+    os.kill(followers[0].process.pid if followers else psutil.Process().children()[0].pid, signal.SIGKILL)
     with pytest.raises(TeamBroken):
         run(span)
 
