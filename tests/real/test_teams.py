@@ -63,10 +63,22 @@ class Expected:
         self.n_blocks = skeleton.count_layers(local.config)
         self._ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(3))
         self._tokens = self._generate(local)
+        self._embedded = local.get_input_embeddings()(self._ids).detach()
+        self._gradient = self._differentiate(local)
 
     def _generate(self, model: PreTrainedModel, **more: object) -> torch.Tensor:
         tokens: torch.Tensor = model.generate(self._ids, **OPTIONS, **more)  # type: ignore[operator]
         return tokens
+
+    def _differentiate(self, model: PreTrainedModel) -> torch.Tensor:
+        """The gradient of the loss by what enters the first block, as prompt tuning needs it."""
+        embedded = self._embedded.clone().requires_grad_()
+        loss = model(inputs_embeds=embedded, labels=self._ids).loss
+        return torch.autograd.grad(loss, embedded)[0]
+
+    def check_gradient(self, model: PreTrainedModel) -> None:
+        error = (self._differentiate(model) - self._gradient).norm() / self._gradient.norm()
+        assert error < 1e-5
 
     def check(self, model: PreTrainedModel, blow: Callable[[], None] = lambda: None) -> None:
         assert torch.equal(self._generate(model, streamer=BlowOnce(blow)), self._tokens)
@@ -121,6 +133,7 @@ def test_a_team_of_machines_goes_on_with_and_without_a_member(family: str, team:
         with swarmd.connect(home=alone.home.folder) as client:
             model = client.model("model")
             expected.check(model)
+            expected.check_gradient(model)
             expected.check(model, lambda: kill(pid))
             assert memberships_of(others[0]) not in ([], [pid]), "the leader has asked it again"
             assert f"a team of {len(others) + 1}" in leader.ask("status")["worker"]["kernels"]
