@@ -33,15 +33,19 @@ MOST_MEMBERS = 64  # of a team
 COMPILED = ("auto", "off")
 
 
+AUTO_TEAM = "auto"  # a team where that is quicker
+
+
 def parse_team(weights: str) -> tuple[float, ...]:
     """Read what the members of a team are worth: "1:2". Raises ConfigError."""
-    parts = weights.split(":") if weights else []
+    parts = weights.split(":") if weights and weights != AUTO_TEAM else []
     if (
         not all(re.fullmatch(r"\d{1,4}(\.\d{1,3})?", part) and float(part) > 0 for part in parts)
         or len(parts) > MOST_MEMBERS
     ):
         raise ConfigError(
-            f"team is for example 1:1 or 1:2:6, up to {MOST_MEMBERS} members with what each is worth, not {weights!r}"
+            f"team is auto, or for example 1:1 or 1:2:6, up to {MOST_MEMBERS} members with what each is worth, "
+            f"not {weights!r}"
         )
     return tuple(map(float, parts)) if len(parts) > 1 else ()
 
@@ -79,6 +83,7 @@ class Serve:
 
     ``team`` has several processes compute the blocks together, each a slice of every block: "1:2" is two, of which the
     second has twice the threads. With ``team_peers`` (peer ids, comma-separated) all but the first are those members'.
+    "auto" measures who is there, and takes a team where that is quicker.
     ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU. Models that are served as GGUF
     take "vulkan", "vulkan:1" or "metal", and the CPU for "". With ``head`` a server of a model's last blocks computes
     norm and head, too, for clients that ask. ``compiled`` "off" computes with the library's own kernels only.
@@ -423,7 +428,7 @@ def _check_serve(serve: Serve) -> None:
     _ = serve.span
     _check_peers("team_peers", serve.team_peers)
     n_peers = len(split(serve.team_peers))
-    if n_peers and n_peers + 1 != len(serve.members):
+    if n_peers and serve.team != AUTO_TEAM and n_peers + 1 != len(serve.members):
         raise ConfigError(
             f"team says what this machine and {n_peers} team_peers are worth, as {':'.join('1' * (n_peers + 1))} does, "
             f"not {serve.team!r}"

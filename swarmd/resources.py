@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -31,6 +32,11 @@ def measure_memory() -> MachineMemory:
         total_bytes=min([int(machine.total), *(limit.limit_bytes for limit in limits)]),
         free_bytes=min([int(machine.available), *(limit.free_bytes for limit in limits)]),
     )
+
+
+def count_numa_nodes() -> int:
+    """Into how many parts the machine's memory is divided, each nearer to some of its processors."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
 
 
 def count_processors() -> int:

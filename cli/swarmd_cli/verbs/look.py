@@ -78,6 +78,8 @@ def status(as_json: Json = False) -> None:
             rows.append([f"!! {row.kind}", health_text(row)])
     for hosting in daemon_status.hosting:
         rows += _hosting_rows(hosting)
+    for team in daemon_status.following:
+        rows.append(["following", f"{team.leader}: {team.state}"])
     if not daemon_status.hosting:
         rows.append(["serving", "nothing: started with --no-serve"])
     if (gateway := daemon_status.gateway) is not None:
@@ -144,6 +146,8 @@ def _hosting_rows(hosting: HostingStatus) -> list[list[str]]:
     ]
     if worker.batching:
         rows += [["batching", worker.batching], ["kernels", worker.kernels or ""]]
+    if worker.team:
+        rows.append(["team", worker.team])
     free = f"{server.free_cache_tokens} of {server.total_cache_tokens} cache tokens free"
     served = f"{server.tokens_served} tokens served, {server.tokens_reused} of them copied"
     rows.append(["sessions", f"{server.sessions} open, {served}, {free}"])
@@ -323,6 +327,8 @@ def _explain(reasons: WhyAnswer, what: str) -> Iterator[str]:
             yield f"  placement: {serving.why}"
         if hosting.worker:
             yield f"  worker:    {hosting.worker.why}"
+            if hosting.worker.team:
+                yield f"  team:      {hosting.worker.team}"
         yield f"  balance:   {hosting.balance.last_look}"
     if not reasons.hosting:
         yield f"placement: {reasons.placement}"

@@ -102,8 +102,8 @@ class Slicing:
     def __init__(self, weights: tuple[float, ...], member: int) -> None:
         self.weights = weights
         self.member = member
-        self.sections: dict[str, None] = {}
-        """Modules whose results are added up, by name in the model, in their order."""
+        self.sections: dict[str, tuple[int, int]] = {}
+        """Modules whose results are added up, by name in the model, in their order: their units, and whole numbers."""
         self._cuts: dict[str, SliceCut] = {}
 
     def narrow(self, layers: Mapping[str, nn.Module], config: PretrainedConfig) -> None:
@@ -118,11 +118,12 @@ class Slicing:
             for section, labels in _sections(layer, plan).items():
                 module = layer.get_submodule(section)
                 cuts = _cuts_of(module, labels, config, self.weights, self.member)
+                n_numbers = 0
                 for parameter, cut in cuts.items():
-                    _narrow(module, parameter, cut)
+                    n_numbers += _narrow(module, parameter, cut)
                     self._cuts[f"{name}.{section}.{parameter}"] = cut
                 if cuts:
-                    self.sections[f"{name}.{section}"] = None
+                    self.sections[f"{name}.{section}"] = (next(iter(cuts.values())).n_units, n_numbers)
         if not self._cuts:
             raise ConfigError(f"blocks of {config.model_type} are computed whole: nothing of them can be cut")
 
@@ -215,8 +216,8 @@ def _cut(name: str, parameter: torch.Tensor, label: str, n_units: int, units: ra
     return SliceCut(dim, n_pieces, extent, n_units, units)
 
 
-def _narrow(module: nn.Module, name: str, cut: SliceCut) -> None:
-    """Replace a parameter of a section by its part."""
+def _narrow(module: nn.Module, name: str, cut: SliceCut) -> int:
+    """Replace a parameter of a section by its part; returns how many numbers the whole has."""
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     whole = getattr(owner, last).data
@@ -224,3 +225,4 @@ def _narrow(module: nn.Module, name: str, cut: SliceCut) -> None:
     setattr(owner, last, nn.Parameter(part, requires_grad=False))
     if isinstance(owner, nn.Linear) and last == "weight":
         owner.out_features, owner.in_features = part.shape
+    return int(whole.numel())

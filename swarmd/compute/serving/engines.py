@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from swarmd.compute.serving import llama_engine
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
-from swarmd.compute.serving.torch_engine import load_team, load_torch_engine, takes_team
+from swarmd.compute.serving.team_engine import load_team, takes_team
+from swarmd.compute.serving.torch_engine import load_torch_engine
 from swarmd.errors import ConfigError
 from swarmd.protocol.wire.worker import LoadSpan
 

@@ -1,34 +1,28 @@
-"""The engine that every worker has: a family's own code in torch, with the backends of ``passes``; alone or as a team.
+"""The engine that every worker has: a family's own code in torch, with the backends of ``passes``.
 
 It loads what the daemon asks for, finds out how fast that is, and begins the search for faster backends.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from swarmd.compute.hardware.device import device_description, pick_device
-from swarmd.compute.hardware.measurements import Measurements
 from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.improvements import MOST_TEXT, Improvements
-from swarmd.compute.passes.span import LoadedSpan, LoadOptions, cache_bytes_per_token, numerics
+from swarmd.compute.passes.load_request import options_of, span_of, spill_folder
+from swarmd.compute.passes.span import LoadedSpan, cache_bytes_per_token, numerics
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
 from swarmd.compute.serving.fine_tuning import Training
 from swarmd.compute.serving.rates import first_rates
-from swarmd.compute.teams.far_followers import FarFollowers
-from swarmd.compute.teams.led_span import NO_PARAMETERS, Followers, LedSpan
-from swarmd.compute.teams.local_followers import LocalFollowers
 from swarmd.errors import ConfigError
-from swarmd.protocol.models.configuration import PACKED, layout_of
+from swarmd.protocol.models.configuration import layout_of
 from swarmd.protocol.models.manifest import read_config
 from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured
-from swarmd.values import Span
 from swarmd.wire.tensors import DTYPES
 
 QUICK_S = 0.05  # for a first speed to announce: the worker is online so much sooner
@@ -38,21 +32,13 @@ MIN_MICRO_BATCH_TOKENS = 64  # fewer waste the matrix units of any CPU
 
 def load_span(request: LoadSpan, signals: LoadSignals, kind: Callable[..., LoadedSpan] = LoadedSpan) -> LoadedSpan:
     """Load blocks, and find out what they can do. Raises ConfigError."""
-    options = LoadOptions(
-        device=pick_device(request.device),
-        quantize=request.quantize,
-        kv_cache=request.kv_cache,
-        is_compiled=request.compiled,
-        cache_folder=spill_folder(request),
-        remembered=Measurements(Path(request.spill_folder) if request.spill_folder else None),
-    )
     path = Path(request.path)
     try:
         span = kind(
             path,
-            Span(request.start, request.end),
+            span_of(request),
             DTYPES[request.dtype],
-            options,
+            options_of(request),
             signals.on_block,
             signals.on_part,
         )
@@ -73,48 +59,18 @@ def load_torch_engine(
     compiles = request.compiled and pick_device(request.device) == "cpu"
     compiler = precompile.start(folder) if compiles and not precompile.is_compiled(folder) else None
     span = load(request, signals)
-    head, description = _introduce(request, span)
+    head, description = introduce(request, span)
     improvements = Improvements(span, Path(request.path), compiler)
     return LoadedEngine(
         engine=span,
         description=msgspec.structs.replace(description, kernels=improvements.kernels),
-        fine_tuning=_training(request, span, description),
+        fine_tuning=fine_tuning_of(request, span, description),
         head=head,
         background=improvements,
     )
 
 
-def takes_team(request: LoadSpan) -> bool:
-    """Are the blocks to be computed by several processes?"""
-    return len(request.team) > 1
-
-
-def load_team(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
-    """Load slices of the blocks here, and in processes that follow this one. Raises ConfigError."""
-    if pick_device(request.device) != "cpu":
-        raise ConfigError("a team computes on processors: say device = cpu, or no team")
-    if read_config(Path(request.path))["model_type"] == PACKED:
-        raise ConfigError('GGUF models at their own bits are not computed by teams: say team = ""')
-    request = msgspec.structs.replace(request, spill_folder=str(spill_folder(request)))
-    followers: Followers = FarFollowers(request) if request.seats else LocalFollowers(request)
-    try:
-        span = load_span(request, signals, partial(LedSpan, followers=followers))
-        assert isinstance(span, LedSpan)
-    except BaseException:
-        followers.close()
-        raise
-    head, description = _introduce(request, span)
-    cache_tokens = span.tokens_that_fit(description.cache_bytes_per_token)
-    kernels = f"a team of {len(request.team)}: each computes a slice of every block"
-    return LoadedEngine(
-        engine=span,
-        description=msgspec.structs.replace(description, kernels=kernels, cache_tokens=cache_tokens),
-        fine_tuning=_training(request, span, description, NO_PARAMETERS),
-        head=head,
-    )
-
-
-def _introduce(request: LoadSpan, span: LoadedSpan) -> tuple[LogitsHead | None, Loaded]:
+def introduce(request: LoadSpan, span: LoadedSpan) -> tuple[LogitsHead | None, Loaded]:
     """Load the head of a span, where one is asked for, and find out what is told of both. Raises ConfigError."""
     head = _load_head(request, span) if request.head else None
     decode, prefill = first_rates(span, span.sample, QUICK_S)
@@ -122,7 +78,7 @@ def _introduce(request: LoadSpan, span: LoadedSpan) -> tuple[LogitsHead | None, 
     return head, msgspec.structs.replace(describe(span, request.model, speed), has_head=head is not None)
 
 
-def _training(request: LoadSpan, span: LoadedSpan, description: Loaded, no_parameters: str = "") -> Training:
+def fine_tuning_of(request: LoadSpan, span: LoadedSpan, description: Loaded, no_parameters: str = "") -> Training:
     """Fine-tuning of a span, in micro-batches of which a block takes a second at most."""
     block_tokens_per_s = len(span.span) * description.speed.prefill_tokens_per_s
     max_tokens = max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * block_tokens_per_s))
@@ -155,8 +111,3 @@ def describe(span: LoadedSpan, model: str, speed: Measured) -> Loaded:
         batching=span.batching[:MOST_TEXT],
         speed=speed,
     )
-
-
-def spill_folder(request: LoadSpan) -> Path:
-    """Where a worker keeps what does not fit its memory."""
-    return Path(request.spill_folder or tempfile.gettempdir())

@@ -17,12 +17,12 @@ import torch
 from swarmd.compute.hardware.device import OwnerReserve, use_threads
 from swarmd.compute.hardware.preemption import Preempted
 from swarmd.compute.hardware.worker_process import serve_daemon
+from swarmd.compute.passes.load_request import spill_folder
 from swarmd.compute.serving.daemon_socket import TICK_INTERVAL_S, DaemonSocket
 from swarmd.compute.serving.engine import Adapters, BackgroundWork, FineTuning, LoadSignals
 from swarmd.compute.serving.engines import ENGINES, EngineKind, load_engine
 from swarmd.compute.serving.rates import SpeedMeter
 from swarmd.compute.serving.scheduler import Scheduler
-from swarmd.compute.serving.torch_engine import spill_folder
 from swarmd.errors import ConfigError, RemoteProtocolError
 from swarmd.plan.chains.fine_tuning import Allowance
 from swarmd.protocol.fields import Message

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -14,7 +15,8 @@ from swarmd.compute.hardware.worker_process import serve_daemon
 from swarmd.compute.teams.follower import Follower, load
 from swarmd.compute.teams.link_sums import LinkSums
 from swarmd.compute.teams.links import FrameKind, Link, Seat, dial
-from swarmd.compute.teams.orders import Order, Take, decode
+from swarmd.compute.teams.measuring import answer_measure
+from swarmd.compute.teams.orders import Measure, Order, Take, decode
 from swarmd.compute.teams.sums import TeamBroken
 from swarmd.errors import ConfigError
 from swarmd.protocol.fields import Message
@@ -39,10 +41,15 @@ def follow(connection: socket.socket) -> None:
     try:
         links = seat.wait_for([0])
         leader = links[0]
-        take = _next_order(leader, [])
-        assert isinstance(take, Take), "the leader says first who is who"
+        leader.set_patience(None)
         try:
-            _follow(seat, links, take, request.load, tell)
+            order = _next_order(leader, [])
+            if isinstance(order, Measure):
+                order = msgspec.structs.replace(order, load=_of_this_machine(order.load, request.load))
+                answer_measure(order, LinkSums({0: leader}, 1), partial(leader.send, FrameKind.MEASURED, 0), True)
+                order = _next_order(leader, [])
+            assert isinstance(order, Take), "the leader says who is who before all else"
+            _follow(seat, links, order, request.load, tell)
         except (ConfigError, msgspec.DecodeError, ValueError, RuntimeError) as error:
             leader.send(FrameKind.FAILURE, 0, f"{type(error).__name__}: {error}"[:MOST_WORDS].encode())
             raise
@@ -64,11 +71,7 @@ def _follow(seat: Seat, links: dict[int, Link], take: Take, own: LoadSpan, tell:
     tell(Followed(f"member {me} of a team of {n}, with slices of {blocks}"))
     follower = Follower(span, sums)
     while True:
-        try:
-            order = _next_order(links[0], sums.orders)
-        except TeamBroken:
-            raise EOFError from None  # as its daemon ends it: the leader has gone, or begins anew
-        follower.do(order)
+        follower.do(_next_order(links[0], sums.orders))
 
 
 def _read_request(connection: socket.socket) -> FollowTeam:
@@ -83,9 +86,12 @@ def _read_request(connection: socket.socket) -> FollowTeam:
 
 
 def _next_order(leader: Link, waiting: list[bytearray]) -> Order:
-    """The leader's next order; parts of a pass that was given up are read over. Raises TeamBroken."""
+    """The leader's next order; parts of a pass that was given up are read over. Raises EOFError when it is gone."""
     while not waiting:
-        kind, _, data = leader.receive()
+        try:
+            kind, _, data = leader.receive()
+        except TeamBroken:
+            raise EOFError from None
         if kind is FrameKind.ORDER:
             waiting.append(data)
     return decode(waiting.pop(0))

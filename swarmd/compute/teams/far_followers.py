@@ -5,11 +5,15 @@ Their daemons have given them seats (``node.teams``), and they end when the link
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swarmd.compute.teams.link_sums import LinkSums
 from swarmd.compute.teams.links import FrameKind, Link, dial
-from swarmd.compute.teams.orders import Order, Take, encode
-from swarmd.compute.teams.sums import TeamBroken
+from swarmd.compute.teams.measuring import SliceTimes, measure_slices, read_times, time_sums
+from swarmd.compute.teams.orders import Measure, Order, Take, encode
+from swarmd.compute.teams.sums import Adding, TeamBroken
 from swarmd.protocol.wire.worker import LoadSpan
+from swarmd.wire.tensors import DTYPES
 
 LOADING_S = 600.0  # for the slowest member to load its slices, as a daemon lets its worker (node.worker)
 PATIENCE_S = 3.0  # for a part of a sum: at 4 s the daemon takes the leader for dead, who would not say why
@@ -20,37 +24,71 @@ class FarFollowers:
 
     def __init__(self, request: LoadSpan) -> None:
         self.weights = tuple(request.team)
-        self._links: dict[int, Link] = {}
+        self._request = request
+        self._seats = request.seats
+        self._links: list[Link] = []
         try:
             for member, seat in enumerate(request.seats, 1):
-                self._links[member] = dial(seat, member, me=0)
-            for member, link in self._links.items():
-                link.set_patience(LOADING_S)
-                link.send(FrameKind.ORDER, 0, encode(Take(request, member, self.weights, request.seats)))
+                self._links.append(dial(seat, member, me=0))
         except TeamBroken:
             self.close()
             raise
-        self.sums = LinkSums(self._links, 0)
+        for link in self._links:
+            link.set_patience(LOADING_S)
+        self.sums: Adding = self._sums_of(self._links)
+
+    def measure(self) -> list[tuple[SliceTimes, float]]:
+        """See Followers. Sums are of the leader and one of them at a time."""
+        n = 1 + len(self._links)
+        for member, link in enumerate(self._links, 1):
+            link.send(FrameKind.ORDER, 0, encode(Measure(self._request, member, n)))
+        found = [(measure_slices(self._request, n, has_own_memory=True), 0.0)]
+        for link in self._links:
+            times = read_times(self._expect(link, FrameKind.MEASURED)[1])
+            found.append((times, time_sums(self._sums_of([link]), times.width, DTYPES[self._request.dtype])))
+        return found
+
+    def take(self, weights: Sequence[float]) -> None:
+        """See Followers."""
+        taken = [number for number, weight in enumerate(weights[1:]) if weight]
+        for number, link in enumerate(self._links):
+            if number not in taken:
+                link.close()
+        self._links = [self._links[number] for number in taken]
+        self._seats = tuple(self._seats[number] for number in taken)
+        self.weights = (weights[0], *(weights[1 + number] for number in taken))
+        self.sums = self._sums_of(self._links)
+        for member, link in enumerate(self._links, 1):
+            link.send(FrameKind.ORDER, 0, encode(Take(self._request, member, self.weights, self._seats)))
+
+    @staticmethod
+    def _sums_of(links: Sequence[Link]) -> LinkSums:
+        return LinkSums(dict(enumerate(links, 1)), 0)
 
     def wait_until_ready(self) -> tuple[int, ...]:
-        """See led_span.Followers."""
+        """See Followers."""
         free_bytes = []
-        for link in self._links.values():
-            kind, number, data = link.receive()
-            if kind is not FrameKind.READY:
-                said = data.decode(errors="replace") if kind is FrameKind.FAILURE else "does not say that it is ready"
-                raise TeamBroken(f"{link.name} of the team: {said}")
-            free_bytes.append(number)
+        for link in self._links:
+            free_bytes.append(self._expect(link, FrameKind.READY)[0])
             link.set_patience(PATIENCE_S)
         return tuple(free_bytes)
 
+    @staticmethod
+    def _expect(link: Link, wanted: FrameKind) -> tuple[int, bytearray]:
+        """The next frame's number and what it holds. Raises TeamBroken with what a member says instead."""
+        kind, number, data = link.receive()
+        if kind is not wanted:
+            said = data.decode(errors="replace") if kind is FrameKind.FAILURE else f"a {kind.name} that is not expected"
+            raise TeamBroken(f"{link.name} of the team: {said}")
+        return number, data
+
     def tell(self, order: Order) -> None:
-        """See led_span.Followers."""
+        """See Followers."""
         data = encode(order)
-        for link in self._links.values():
+        for link in self._links:
             link.send(FrameKind.ORDER, 0, data)
 
     def close(self) -> None:
-        """See led_span.Followers."""
-        for link in self._links.values():
+        """See Followers."""
+        for link in self._links:
             link.close()

@@ -1,8 +1,8 @@
 """A follower's process: it holds its slices, and does what the leader of its team does, op for op.
 
-    python -m swarmd.compute.teams.follower CONNECTION MEMORY
+    python -m swarmd.compute.teams.follower CONNECTION MEMORY MEMBER MEMBERS
 
-Both are numbers of open files: the leader's socketpair, and the memory of sums. It ends when the leader does.
+The first two are numbers of open files: the leader's socketpair, and the memory of sums. It ends when the leader does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.hardware.child_process import end_with_parent
 from swarmd.compute.hardware.device import use_threads
 from swarmd.compute.passes.family import PROBE_ERRORS
-from swarmd.compute.passes.span import LoadOptions
+from swarmd.compute.passes.load_request import options_of, span_of
 from swarmd.compute.teams.led_span import SlicedSpan
+from swarmd.compute.teams.measuring import answer_measure
 from swarmd.compute.teams.orders import (
     Borrow,
     Crop,
     Forget,
+    Measure,
     NewCache,
     Order,
     Piece,
@@ -37,12 +39,13 @@ from swarmd.compute.teams.orders import (
     RunPass,
     Take,
     TakeOver,
+    decode,
     read_numbers,
     receive,
+    send,
 )
 from swarmd.compute.teams.shared_sums import SharedSums
 from swarmd.compute.teams.sums import Adding, TeamBroken
-from swarmd.values import Span
 from swarmd.wire.tensors import DTYPES
 
 MOST_WORDS = 500  # characters of why it ends
@@ -129,17 +132,11 @@ def load(take: Take, sums: Adding) -> SlicedSpan:
     """Load this member's slices, and test them together with the others. Raises ConfigError."""
     request = take.load
     use_threads(request.threads)
-    options = LoadOptions(
-        quantize=request.quantize,
-        kv_cache=request.kv_cache,
-        is_compiled=request.compiled,
-        cache_folder=Path(request.spill_folder),
-    )
     span = SlicedSpan(
         Path(request.path),
-        Span(request.start, request.end),
+        span_of(request),
         DTYPES[request.dtype],
-        options,
+        options_of(request),
         weights=take.weights,
         member=take.member,
         sums=sums,
@@ -150,23 +147,26 @@ def load(take: Take, sums: Adding) -> SlicedSpan:
 
 def main() -> None:
     """Follow until the leader ends."""
-    connection, memory = map(int, sys.argv[1:])
+    connection, memory, member, n_members = map(int, sys.argv[1:])
     leader = os.getppid()
     end_with_parent(leader)
     os.environ["HF_HUB_OFFLINE"] = "1"
     with socket.socket(fileno=connection) as orders:
-        take = receive(orders)
-        assert isinstance(take, Take)
         is_whole = partial(_has_parent, leader)
         try:
-            sums = SharedSums(memory, take.member, len(take.weights), is_whole)
-            follower = Follower(load(take, sums), sums)
+            sums = SharedSums(memory, member, n_members, is_whole)
+            order = decode(receive(orders))
+            if isinstance(order, Measure):
+                answer_measure(order, sums, partial(send, orders), has_own_memory=False)
+                order = decode(receive(orders))
+            assert isinstance(order, Take)
+            follower = Follower(load(order, sums), sums)
             while True:
-                follower.do(receive(orders))
+                follower.do(decode(receive(orders)))
         except (EOFError, TeamBroken):
             return
         except Exception as error:  # noqa: BLE001 - a family fails with anything, and the leader says that one is gone
-            sys.exit(f"member {take.member} of a team: {type(error).__name__}: {error}"[:MOST_WORDS])
+            sys.exit(f"member {member} of a team: {type(error).__name__}: {error}"[:MOST_WORDS])
 
 
 def _has_parent(leader: int) -> bool:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from swarmd.compute.cache.session_cache import Tensors
 from swarmd.compute.cache.span_cache import UNBOUNDED, SpanCache
 from swarmd.compute.model.slicing import Slicing
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
+from swarmd.compute.teams.followers import Followers
 from swarmd.compute.teams.orders import (
     Borrow,
     Crop,
@@ -42,27 +43,6 @@ from swarmd.values import Span
 NO_PARAMETERS = "a team's matrices are cut, and a client's own parameters are for whole ones: take another server"
 
 
-class Followers(Protocol):
-    """The other members, who do what they are told in the order in which they are told so."""
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """What each member is worth, the leader first."""
-
-    @property
-    def sums(self) -> Adding:
-        """The leader's side of sums."""
-
-    def wait_until_ready(self) -> tuple[int, ...]:
-        """Wait until all have loaded; returns the bytes of memory that each has left, where that is its own."""
-
-    def close(self) -> None:
-        """End the team."""
-
-    def tell(self, order: Order) -> None:
-        """Have all of them do something. Raises TeamBroken when one of them is gone."""
-
-
 class SlicedSpan(LoadedSpan):
     """A member's slices of blocks, joined to the others'."""
 
@@ -77,10 +57,10 @@ class SlicedSpan(LoadedSpan):
         member: int,
         sums: Adding,
     ) -> None:
-        slicing = Slicing(weights, member)
-        super().__init__(folder, span, dtype, replace(options, slicing=slicing), *signals)
+        self.slicing = Slicing(weights, member)
+        super().__init__(folder, span, dtype, replace(options, slicing=self.slicing), *signals)
         self.adapters.refusal = NO_PARAMETERS
-        join(self.model, slicing, sums)
+        join(self.model, self.slicing, sums)
 
     def self_test(self) -> None:
         """See LoadedSpan. All members make it at the same time, of the same numbers."""

@@ -36,6 +36,7 @@ class FrameKind(IntEnum):
     PART = 2
     READY = 3
     FAILURE = 4
+    MEASURED = 5
 
 
 class Link:

@@ -41,6 +41,14 @@ class Take(msgspec.Struct, tag="take"):
     seats: tuple[TeamSeat, ...] = ()
 
 
+class Measure(msgspec.Struct, tag="measure"):
+    """Say how fast this member computes slices of what ``load`` says, and then add up some sums."""
+
+    load: LoadSpan
+    member: int
+    n_members: int
+
+
 class NewCache(msgspec.Struct, tag="new"):
     """Make a cache, which is called by this number from now on."""
 
@@ -134,7 +142,8 @@ class RunBackward(msgspec.Struct, tag="backward"):
     n_given: int
 
 
-Order = Take | NewCache | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow | RunPass | RunGraph | RunBackward
+OfCaches = NewCache | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow
+Order = Measure | Take | OfCaches | RunPass | RunGraph | RunBackward
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Order)
 
@@ -150,15 +159,15 @@ def decode(data: bytes | bytearray) -> Order:
     return order
 
 
-def send(connection: socket.socket, order: bytes) -> None:
-    """Send an order to a process of this machine. Raises OSError."""
-    connection.sendall(LENGTH.pack(len(order)) + order)
+def send(connection: socket.socket, data: bytes) -> None:
+    """Send an order, or an answer, to a process of this machine. Raises OSError."""
+    connection.sendall(LENGTH.pack(len(data)) + data)
 
 
-def receive(connection: socket.socket) -> Order:
-    """Wait for the next order. Raises EOFError where the leader has ended."""
+def receive(connection: socket.socket) -> bytes:
+    """Wait for what the other process sends next. Raises EOFError where it has ended."""
     (n_bytes,) = LENGTH.unpack(_read(connection, LENGTH.size))
-    return decode(_read(connection, n_bytes))
+    return _read(connection, n_bytes)
 
 
 def _read(connection: socket.socket, n_bytes: int) -> bytes:

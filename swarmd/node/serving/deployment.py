@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 import swarmd.status as status
-from swarmd.config import Serve, format_of
+from swarmd.config import AUTO_TEAM, Serve, format_of, split
 from swarmd.net.api import Purpose
 from swarmd.net.rpc import Channel
 from swarmd.node.serving.choosing import HostingServices
@@ -244,12 +244,15 @@ def worker_status(worker: WorkerLinkStatus) -> status.WorkerStatus:
         why=worker.reason,
         batching=worker.loaded.batching if worker.loaded else None,
         kernels=worker.loaded.kernels if worker.loaded else None,
+        team=(worker.loaded.team or None) if worker.loaded else None,
         last_end=worker.last_end,
     )
 
 
 def _load_request(services: HostingServices, settings: Serve, served: ServedBlocks, folder: Path) -> LoadSpan:
     config = services.config
+    chooses_team = settings.team == AUTO_TEAM
+    n_peers = len(split(settings.team_peers))
     return LoadSpan(
         path=str(folder),
         model=served.model,
@@ -268,7 +271,8 @@ def _load_request(services: HostingServices, settings: Serve, served: ServedBloc
         tuning_share=config.tuning_share,
         leave_free_bytes=services.presence.kept_bytes,
         spill_folder=services.spill_folder,
-        team=settings.members,
+        team=(1.0,) * (1 + n_peers) if chooses_team and n_peers else settings.members,
+        chooses_team=chooses_team,
     )
 
 

@@ -77,7 +77,10 @@ class TeamSeats:
             else:
                 weights.append(weight)
                 seats.append(seating.seat)
-        return Decision(msgspec.structs.replace(request, team=tuple(weights), seats=tuple(seats)), "; ".join(missing))
+        return Decision(
+            msgspec.structs.replace(request, team=tuple(weights), seats=tuple(seats), n_bytes=n_bytes),
+            "; ".join(missing),
+        )
 
     async def _ask(self, peer: PeerId, join: JoinTeam) -> Seating:
         """Ask one member until it comes, refuses for good, or has been waited for long enough."""

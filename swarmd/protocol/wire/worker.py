@@ -28,7 +28,9 @@ class LoadSpan(Message, tag="load", frozen=True):
 
     Without ``compiled`` no code is compiled for this CPU: the library's own kernels compute all of it.
     ``cache_tokens``: of all sessions, for engines that reserve them at once. ``team``: weights of several processes
-    that compute the blocks together; those behind the first are at ``seats`` of other machines, if there are any.
+    that compute the blocks together; those behind the first are at ``seats`` of other machines, if there are any. With
+    ``chooses_team`` the worker finds out whether they, and which, are quicker than it is alone. ``n_bytes``: what the
+    blocks are to take; 0 is unknown.
     """
 
     path: FilePath = ""
@@ -50,6 +52,8 @@ class LoadSpan(Message, tag="load", frozen=True):
     cache_tokens: Count = 0
     team: Annotated[tuple[Weight, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
     seats: Annotated[tuple[TeamSeat, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
+    chooses_team: bool = False
+    n_bytes: Count = 0
 
 
 class FollowTeam(Message, tag="follow", frozen=True):
@@ -113,6 +117,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     ``hidden``: numbers that travel of a token, the last ``digits`` of which are digits of its id.
     ``weights``: their format where it is the checkpoint's and not what was asked for; else "".
     ``cache_tokens``: those that are reserved for all sessions, by an engine that does that at once; else 0.
+    ``team``: what its members are worth, or why there is none.
     """
 
     device: Text = ""
@@ -127,6 +132,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     cache_tokens: Count = 0
     batching: Text = ""
     kernels: Text = ""
+    team: Text = ""
     has_head: bool = False
     speed: Measured = Measured()
 

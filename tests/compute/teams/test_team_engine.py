@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from swarmd.compute.teams.led_span import LedSpan
 from swarmd.compute.teams.sums import TeamBroken
 from swarmd.errors import ConfigError, Refused
 from swarmd.protocol.wire.worker import LoadSpan
+from swarmd.resources import measure_memory
 from swarmd.values import Span
 from tests import checkpoints, families
 from tests.compute.teams.far_team import FarFollower
@@ -120,6 +122,32 @@ def test_a_family_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_team_on_a_card_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmd.compute.serving.torch_engine.pick_device", lambda device: "cuda:0")
+    monkeypatch.setattr("swarmd.compute.serving.team_engine.pick_device", lambda device: "cuda:0")
     with pytest.raises(ConfigError, match="a team computes on processors"):
         load_engine(request(tmp_path, tmp_path), SIGNALS)
+
+
+def test_auto_computes_alone_where_a_team_is_no_quicker(tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
+    asked = request(folder, tmp_path, team=(), chooses_team=True, compiled=False)
+    loaded = load_engine(asked, SIGNALS)
+    assert not isinstance(loaded.engine, LedSpan)
+    assert re.match(r"a token takes \d+\.\d ms alone, and (would take \d|every other member)", loaded.description.team)
+    assert not psutil.Process().children()
+    only_one = load_engine(request(folder, tmp_path, team=(), chooses_team=True, threads=1), SIGNALS)
+    assert only_one.description.team == "alone: there is one processor, and no other member"
+
+
+def test_auto_makes_a_team_of_members_that_have_room_only_together(
+    far: Callable[[Path, int], list[FarFollower]], tmp_path: Path
+) -> None:
+    folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
+    (follower,) = far(folder, 1)
+    n_bytes = int(1.3 * measure_memory().free_bytes)  # the blocks are small: what they are said to take counts
+    asked = request(
+        folder, tmp_path, team=(1.0, 1.0), chooses_team=True, seats=(follower.seat(),), n_bytes=n_bytes, threads=1
+    )
+    loaded = load_engine(asked, SIGNALS)
+    assert isinstance(loaded.engine, LedSpan)
+    assert re.match(r"0\.\d+:0\.\d+, of 2 units 1\+1, .*; these blocks take \d+\.\d GiB", loaded.description.team)
+    assert operations_error(loaded.engine).error < 1e-5

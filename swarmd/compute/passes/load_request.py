@@ -1,0 +1,34 @@
+"""What a daemon asks of a load, as a span takes it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from swarmd.compute.hardware.device import pick_device
+from swarmd.compute.hardware.measurements import Measurements
+from swarmd.compute.passes.span import LoadOptions
+from swarmd.protocol.wire.worker import LoadSpan
+from swarmd.values import Span
+
+
+def spill_folder(request: LoadSpan) -> Path:
+    """Where a worker keeps what does not fit its memory."""
+    return Path(request.spill_folder or tempfile.gettempdir())
+
+
+def options_of(request: LoadSpan) -> LoadOptions:
+    """How the blocks of a request are loaded. Raises ConfigError for a device that is not here."""
+    return LoadOptions(
+        device=pick_device(request.device),
+        quantize=request.quantize,
+        kv_cache=request.kv_cache,
+        is_compiled=request.compiled,
+        cache_folder=spill_folder(request),
+        remembered=Measurements(Path(request.spill_folder) if request.spill_folder else None),
+    )
+
+
+def span_of(request: LoadSpan) -> Span:
+    """The blocks of a request."""
+    return Span(request.start, request.end)
