@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,13 +15,15 @@ from transformers import PreTrainedModel
 
 import swarmd
 from swarmd.compute.model import skeleton
-from tests import families
+from tests import checkpoints, families
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
+from tests.real.stages import memory_limit
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what a family warns of is its own affair
 N_TOKENS = 30
 WAIT_S = 10.0
 KILLED_AFTER = 8  # tokens of an answer
+MEMORY_BYTES = 960 << 20  # of a daemon and its worker, in which 388 MB of weights leave no room to work
 OPTIONS = {"do_sample": False, "max_new_tokens": N_TOKENS, "pad_token_id": 0}
 FAMILIES = [("llama", "1:2"), pytest.param("qwen3_moe", "1:2:6", marks=pytest.mark.prove)]
 
@@ -141,6 +143,44 @@ def test_a_team_of_machines_goes_on_with_and_without_a_member(family: str, team:
             worker = leader.ask("status")["worker"]
             assert f"without {others[-1].peer} in its team" in worker["why"]
             assert ("a team of" in worker["kernels"]) == (len(others) > 1)
+
+
+@pytest.mark.prove
+def test_a_block_that_fits_no_member(tmp_path: Path) -> None:
+    """128 experts of 388 MB, where a machine has room for a third: alone it is refused, a team of three serves it."""
+    torch.set_num_threads(1)
+    heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    experts = {"moe_intermediate_size": 512, "num_experts": 128, "num_experts_per_tok": 4}
+    folder = checkpoints.make("qwen3_moe", tmp_path / "model", n_layers=1, **heads, **experts)
+    ids = torch.arange(3, 15).unsqueeze(0)
+    expected = skeleton.load_whole(folder, torch.float32).generate(ids, **OPTIONS)  # type: ignore[operator]
+    with ExitStack() as groups, local_swarm(tmp_path / "swarm") as swarm:
+
+        def prepare(*arguments: str, **environment: str) -> Volunteer:
+            volunteer = swarm.prepare(*arguments, models={"model": folder}, **environment)
+            volunteer.inside = groups.enter_context(memory_limit(MEMORY_BYTES)).inside
+            return volunteer
+
+        def start(volunteer: Volunteer) -> None:
+            volunteer.start()
+            swarm.wait(lambda: volunteer.is_listening, "a daemon", volunteer)
+
+        founder = swarm.add("--no-serve", models={"model": folder})
+        leader = prepare("--serve", "model", "--blocks", "0:1")
+        start(leader)
+        swarm.wait(lambda: leader.ask("status")["hosting"][0]["state"] == "failed", "what does not fit to be refused")
+        assert "do not fit" in leader.ask("status")["hosting"][0]["why"]
+        leader.stop()
+        others = [prepare("--no-serve", SWARMD_FOLLOW=leader.peer) for _ in range(2)]
+        for other in others:
+            start(other)
+        leader.environment |= {"SWARMD_TEAM": "auto", "SWARMD_TEAM_PEERS": ",".join(other.peer for other in others)}
+        start(leader)
+        swarm.wait_online()
+        assert "these blocks take 0.4 GiB" in leader.ask("status")["worker"]["team"]
+        with swarmd.connect(home=founder.home.folder) as client:
+            answer = client.model("model").generate(ids, **OPTIONS)
+        assert torch.equal(answer, expected)
 
 
 def test_a_machine_follows_only_whom_its_owner_names(tmp_path: Path) -> None:

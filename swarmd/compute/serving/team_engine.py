@@ -24,13 +24,14 @@ from swarmd.compute.teams.far_followers import FarFollowers
 from swarmd.compute.teams.followers import Followers
 from swarmd.compute.teams.led_span import NO_PARAMETERS, LedSpan
 from swarmd.compute.teams.local_followers import LocalFollowers
+from swarmd.compute.teams.measuring import memory_for_weights
 from swarmd.errors import ConfigError
 from swarmd.plan.teams.choice import FULL, BlockShape, MemberSpeed, TeamChoice, choose_team
 from swarmd.plan.teams.slices import slices
 from swarmd.protocol.models.configuration import PACKED
 from swarmd.protocol.models.manifest import read_config
 from swarmd.protocol.wire.worker import LoadSpan
-from swarmd.resources import count_numa_nodes, count_processors, measure_memory
+from swarmd.resources import count_numa_nodes, count_processors
 from swarmd.values import Decision
 
 IMPROVING_S = 120.0  # for the leader alone to become as fast as it can: code is compiled at the first start
@@ -119,15 +120,14 @@ def _load_quickest(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
         raise
     team_s = _token_s(team)
     if alone_s is None or team_s <= alone_s:
-        return _with(team, team=f"{team.description.team}; and it takes {1000 * team_s:.1f}")
+        return _with(team, team=f"{team.description.team}; there it takes {1000 * team_s:.1f}")
     followers.close()
     return _load_alone(request, signals, f"alone: {choice.reason}, and took {1000 * team_s:.1f} when it was tried")
 
 
 def _measure_alone(request: LoadSpan, signals: LoadSignals) -> tuple[LoadedEngine | None, float | None]:
     """Load the blocks whole, as fast as they become, and time a token; None where they are not to fit."""
-    free_bytes = measure_memory().free_bytes - request.leave_free_bytes
-    if request.n_bytes > FULL * free_bytes:
+    if request.n_bytes > FULL * memory_for_weights(request):
         return None, None
     use_threads(request.threads)
     alone = load_torch_engine(_without_team(request), signals)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -19,6 +20,7 @@ from swarmd.compute.passes.load_request import options_of
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.teams.orders import Measure
 from swarmd.compute.teams.sums import Adding, TeamBroken
+from swarmd.plan.chains.memory import WORKSPACE_BYTES
 from swarmd.plan.teams.slices import slices
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.resources import measure_memory
@@ -53,20 +55,44 @@ def measure_slices(request: LoadSpan, n_members: int, has_own_memory: bool) -> S
 
     Raises ConfigError for a family that cannot be cut.
     """
+    larger = measure_slice(request, n_members)
+    smaller = measure_slice(request, 2 * n_members)
+    free_bytes = memory_for_weights(request) if has_own_memory else None  # last: measuring leaves traces
+    block_s = larger.token_s
+    if larger.share > smaller.share:
+        block_s = max(LEAST_S, (larger.token_s - smaller.token_s) / (larger.share - smaller.share))
+    fixed_s = max(0.0, larger.token_s - block_s * larger.share)
+    return SliceTimes(fixed_s, block_s, free_bytes, larger.sections, larger.width)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSlice:
+    """What share of a block's sections it was, what a token took, and what a sum would have."""
+
+    share: float
+    token_s: float
+    sections: tuple[tuple[int, int], ...]
+    width: int
+
+
+def measure_slice(request: LoadSpan, n_parts: int) -> MeasuredSlice:
+    """Load one of so many parts of a block, compute some tokens, and give it up again. Raises ConfigError."""
     block = (request.start + request.end) // 2
-    free_bytes = max(0, measure_memory().free_bytes - request.leave_free_bytes) if has_own_memory else None
-    found: list[tuple[float, float]] = []
-    for n_parts in (n_members, 2 * n_members):
-        slicing = Slicing((1.0, n_parts - 1.0), 0)
-        options = replace(options_of(request), slicing=slicing)
-        span = LoadedSpan(Path(request.path), Span(block, block + 1), DTYPES[request.dtype], options)
-        sections = tuple(slicing.sections.values())
-        n_numbers = sum(numbers for _, numbers in sections)
-        share = sum(len(slices(n, slicing.weights)[0]) / n * numbers for n, numbers in sections) / n_numbers
-        found.append((share, time_token(span)))
-    (larger, larger_s), (smaller, smaller_s) = found
-    block_s = max(LEAST_S, (larger_s - smaller_s) / (larger - smaller)) if larger > smaller else larger_s
-    return SliceTimes(max(0.0, larger_s - block_s * larger), block_s, free_bytes, sections, span.hidden_size)
+    slicing = Slicing((1.0, n_parts - 1.0), 0)
+    options = replace(options_of(request), slicing=slicing)
+    span = LoadedSpan(Path(request.path), Span(block, block + 1), DTYPES[request.dtype], options)
+    sections = tuple(slicing.sections.values())
+    n_numbers = sum(numbers for _, numbers in sections)
+    share = sum(len(slices(n, slicing.weights)[0]) / n * numbers for n, numbers in sections) / n_numbers
+    measured = MeasuredSlice(share, time_token(span), sections, span.hidden_size)
+    del span
+    gc.collect()  # a model holds itself: what is loaded next needs its room
+    return measured
+
+
+def memory_for_weights(request: LoadSpan) -> int:
+    """How many bytes of this machine's memory weights may take."""
+    return max(0, measure_memory().free_bytes - request.leave_free_bytes - WORKSPACE_BYTES)
 
 
 def time_token(span: LoadedSpan) -> float:

@@ -20,6 +20,7 @@ from swarmd.net.tasks import Tasks
 from swarmd.node.machine.presence import Presence
 from swarmd.node.machine.store import Store
 from swarmd.node.worker.worker_link import SubprocessWorker, WorkerLost, WorkerProcess
+from swarmd.plan.chains.memory import WORKSPACE_BYTES
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.teams import JoinTeam, SeatIs
@@ -154,9 +155,12 @@ class Following:
         groups = frozenset(span.blocks())
         self._store.hold(membership.slot, model, groups)
         folder = (await supply.ensure(model, groups)).folder
-        free_bytes = measure_memory().free_bytes - self._presence.kept_bytes
-        if hold_bytes > free_bytes:
-            room = f"{max(0, free_bytes) / 2**30:.2f} GiB are free, its slices take {hold_bytes / 2**30:.2f}"
+        free_bytes = max(0, measure_memory().free_bytes - self._presence.kept_bytes)
+        needed_bytes = hold_bytes + WORKSPACE_BYTES
+        if needed_bytes > free_bytes:
+            room = (
+                f"its slices take {needed_bytes / 2**30:.2f} GiB, with room to work; {free_bytes / 2**30:.2f} are free"
+            )
             raise Refused(Code.NO_CAPACITY, room)
         load = LoadSpan(
             path=str(folder),
