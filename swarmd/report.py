@@ -6,7 +6,7 @@ Nothing is decided here: each answer is gathered from the parts that know it (``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -31,6 +31,7 @@ from swarmd.plan.chains.placement import find_rescues
 from swarmd.plan.chains.routing import Route, RouteQuery, best_alternative, best_route, gather_trips
 from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.owner.health import WorkerLife
+from swarmd.protocol.membership.records import SpanRecord
 from swarmd.status import ChainRow
 from swarmd.train.runs import Runs
 from swarmd.values import ModelId, PeerId, Span
@@ -238,7 +239,7 @@ class Owner:
             try:
                 route = best_route(query)
                 rejected = best_alternative(route, query)
-                row = _chain_row(route, _chain_row(rejected) if rejected else None)
+                row = _chain_row(route, spans, _chain_row(rejected, spans) if rejected else None)
             except NoRoute as error:
                 row = ChainRow(cost_ms=None, error=str(error))
             rows[name] = msgspec.structs.replace(row, layout=layout)
@@ -347,8 +348,9 @@ def _span_rows(view: SwarmView, peer: PeerId) -> tuple[SpanRow, ...]:
     )
 
 
-def _chain_row(route: Route, rejected: ChainRow | None = None) -> ChainRow:
-    readers = tuple(dict.fromkeys(hop.peer for hop in route.hops))
+def _chain_row(route: Route, spans: Iterable[SpanRecord], rejected: ChainRow | None = None) -> ChainRow:
+    teams = {(span.peer, span.slot): span.team for span in spans}
+    readers = tuple(dict.fromkeys(r for hop in route.hops for r in (hop.peer, *teams.get((hop.peer, hop.slot), ()))))
     return ChainRow(
         cost_ms=ms(route.cost_s),
         hops=tuple(route.why),

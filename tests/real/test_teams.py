@@ -132,9 +132,13 @@ def test_a_team_of_machines_goes_on_with_and_without_a_member(family: str, team:
         swarm.wait(lambda: leader.is_listening, "the leader")
         (alone,) = swarm.serving((n // 2, n), model="model")
         (pid,) = memberships_of(others[0])
+        readers = alone.ask("why", model="model")["chains"]["model"]["readers"]
+        assert {*readers} == {v.peer for v in (leader, *others, alone)}, "members see what passes through the team"
         with swarmd.connect(home=alone.home.folder) as client:
             model = client.model("model")
             expected.check(model)
+            with pytest.raises(swarmd.SwarmError, match="blocks"):
+                expected.check(client.model("model", only=[leader.peer, alone.peer]))
             expected.check_gradient(model)
             expected.check(model, lambda: kill(pid))
             assert memberships_of(others[0]) not in ([], [pid]), "the leader has asked it again"

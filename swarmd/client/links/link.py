@@ -110,9 +110,10 @@ def is_suitable(span: SpanRecord, terms: SessionOptions, numerics: str) -> bool:
     """May a session use this server? In the exact grade ``numerics`` binds it, once one is known."""
     if terms.grade == "exact" and numerics not in ("", span.numerics):
         return False
-    if span.peer in terms.without:
+    readers = {span.peer, *span.team}
+    if readers & terms.without:
         return False
-    if terms.only and span.peer not in terms.only:
+    if terms.only and not readers <= terms.only:
         return False
     return span.dtype == terms.dtype and terms.quantize in ("any", span.quantize)
 

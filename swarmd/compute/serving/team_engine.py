@@ -74,6 +74,7 @@ def _lead(request: LoadSpan, signals: LoadSignals, followers: Followers, reason:
         description,
         kernels=f"a team of {len(followers.weights)}: each computes a slice of every block",
         team=f"{describe_slices(span.slicing)}{f'; {reason}' if reason else ''}",
+        seats=followers.seats,
         cache_tokens=span.tokens_that_fit(description.cache_bytes_per_token),
     )
     return LoadedEngine(

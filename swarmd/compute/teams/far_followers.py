@@ -25,7 +25,7 @@ class FarFollowers:
     def __init__(self, request: LoadSpan) -> None:
         self.weights = tuple(request.team)
         self._request = request
-        self._seats = request.seats
+        self.seats = tuple(range(len(request.seats)))
         self._links: list[Link] = []
         try:
             for member, seat in enumerate(request.seats, 1):
@@ -55,11 +55,12 @@ class FarFollowers:
             if number not in taken:
                 link.close()
         self._links = [self._links[number] for number in taken]
-        self._seats = tuple(self._seats[number] for number in taken)
+        self.seats = tuple(taken)
         self.weights = (weights[0], *(weights[1 + number] for number in taken))
         self.sums = self._sums_of(self._links)
+        seats = tuple(self._request.seats[number] for number in taken)
         for member, link in enumerate(self._links, 1):
-            link.send(FrameKind.ORDER, 0, encode(Take(self._request, member, self.weights, self._seats)))
+            link.send(FrameKind.ORDER, 0, encode(Take(self._request, member, self.weights, seats)))
 
     @staticmethod
     def _sums_of(links: Sequence[Link]) -> LinkSums:

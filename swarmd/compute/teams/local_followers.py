@@ -29,6 +29,7 @@ class LocalFollowers:
 
     def __init__(self, request: LoadSpan, weights: Sequence[float]) -> None:
         self.weights = tuple(weights)
+        self.seats: tuple[int, ...] = ()
         self._request = request
         self._n = len(weights)
         memory = make_shared(self._n)

@@ -77,10 +77,9 @@ class Deployment:
         )
         request = _load_request(services, settings, served, folder)
         self.placement = placement
-        seats = TeamSeats(services.rpc, services.store, settings.team_peers) if settings.team_peers else None
-        self.worker = WorkerLink(
-            services.start_worker, request, services.presence.share, seats.prepare if seats else None
-        )
+        self._seats = TeamSeats(services.rpc, services.store, settings.team_peers) if settings.team_peers else None
+        prepare = self._seats.prepare if self._seats else None
+        self.worker = WorkerLink(services.start_worker, request, services.presence.share, prepare)
         self.server = Server(
             ServerServices(services.rpc, services.exchange, services.store.supply),
             served,
@@ -221,6 +220,7 @@ class Deployment:
             "head": bool(loaded and loaded.has_head),
             "n_decoding": load.n_decoding,
             "free_cache_tokens": load.room_tokens,
+            "team": tuple(self._seats.seated[seat] for seat in loaded.seats) if self._seats and loaded else (),
         }
 
 

@@ -46,6 +46,7 @@ class TeamSeats:
         self._store = store
         self._peers = tuple(map(PeerId, split(peers)))
         self._patience_s = FIRST_PATIENCE_S
+        self.seated: tuple[PeerId, ...] = ()  # in the order of the request's seats
 
     async def prepare(self, request: LoadSpan) -> Decision[LoadSpan]:
         """Have all members asked; returns the request with those that come, and why others do not."""
@@ -69,6 +70,7 @@ class TeamSeats:
                 nursery.start_soon(ask, number, peer, weight)
         self._patience_s = PATIENCE_S
         weights, seats, missing = [first], [], []
+        self.seated = tuple(peer for number, peer in enumerate(self._peers) if seatings[number].seat is not None)
         for number, weight in enumerate(others):
             seating = seatings[number]
             if seating.seat is None:

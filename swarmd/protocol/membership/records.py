@@ -103,6 +103,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     ``head``: it ends the model, and gives the largest logits to those who ask (``Op.top``).
     ``slot`` tells apart the workers of one peer that serve the same model.
     ``leaves_at``: when its owner's hours end, in seconds since 1970 (0: no end is known).
+    ``team``: other peers who compute slices of these blocks, and see what passes through them.
     """
 
     model: Name = ""
@@ -126,6 +127,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     training_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     round_trip_ms: Annotated[dict[Name, Rate], msgspec.Meta(max_length=32)] = {}
     leaves_at: Count = 0
+    team: Annotated[tuple[Name, ...], msgspec.Meta(max_length=63)] = ()
 
 
 class RunRecord(Record, tag="run", frozen=True):

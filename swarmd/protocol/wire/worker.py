@@ -117,7 +117,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     ``hidden``: numbers that travel of a token, the last ``digits`` of which are digits of its id.
     ``weights``: their format where it is the checkpoint's and not what was asked for; else "".
     ``cache_tokens``: those that are reserved for all sessions, by an engine that does that at once; else 0.
-    ``team``: what its members are worth, or why there is none.
+    ``team``: what its members are worth, or why there is none; ``seats``: those of the request that are in it.
     """
 
     device: Text = ""
@@ -133,6 +133,7 @@ class Loaded(Message, tag="loaded", frozen=True):
     batching: Text = ""
     kernels: Text = ""
     team: Text = ""
+    seats: Annotated[tuple[int, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
     has_head: bool = False
     speed: Measured = Measured()
 
