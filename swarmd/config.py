@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from swarmd.errors import ConfigError
 from swarmd.hours import Hours
@@ -33,18 +33,19 @@ MOST_MEMBERS = 64  # of a team
 COMPILED = ("auto", "off")
 
 
-AUTO_TEAM = "auto"  # a team where that is quicker
+TeamMode = Literal["weights", "auto", "whole"]
+"""Members are worth what their owner says, or what is measured; or hold all of the blocks, and share long prompts."""
 
 
 def parse_team(weights: str) -> tuple[float, ...]:
     """Read what the members of a team are worth: "1:2". Raises ConfigError."""
-    parts = weights.split(":") if weights and weights != AUTO_TEAM else []
+    parts = weights.split(":") if weights not in ("", "auto", "whole") else []
     if (
         not all(re.fullmatch(r"\d{1,4}(\.\d{1,3})?", part) and float(part) > 0 for part in parts)
         or len(parts) > MOST_MEMBERS
     ):
         raise ConfigError(
-            f"team is auto, or for example 1:1 or 1:2:6, up to {MOST_MEMBERS} members with what each is worth, "
+            f"team is auto, whole, or for example 1:1 or 1:2:6, up to {MOST_MEMBERS} members with what each is worth, "
             f"not {weights!r}"
         )
     return tuple(map(float, parts)) if len(parts) > 1 else ()
@@ -83,7 +84,8 @@ class Serve:
 
     ``team`` has several processes compute the blocks together, each a slice of every block: "1:2" is two, of which the
     second has twice the threads. With ``team_peers`` (peer ids, comma-separated) all but the first are those members'.
-    "auto" measures who is there, and takes a team where that is quicker.
+    "auto" measures who is there, and takes a team where that is quicker. "whole" has ``team_peers`` hold all of every
+    block, and share the work of long prompts.
     ``device`` is a name of torch's ("cuda:1"); "" takes CUDA, then MPS, then the CPU. Models that are served as GGUF
     take "vulkan", "vulkan:1" or "metal", and the CPU for "". With ``head`` a server of a model's last blocks computes
     norm and head, too, for clients that ask. ``compiled`` "off" computes with the library's own kernels only.
@@ -107,6 +109,11 @@ class Serve:
     def members(self) -> tuple[float, ...]:
         """What each process of a team is worth; none where one computes alone. Raises ConfigError."""
         return parse_team(self.team)
+
+    @property
+    def team_mode(self) -> TeamMode:
+        """What its team is chosen by, where it has one."""
+        return "auto" if self.team == "auto" else "whole" if self.team == "whole" else "weights"
 
     @property
     def format(self) -> str:
@@ -428,7 +435,9 @@ def _check_serve(serve: Serve) -> None:
     _ = serve.span
     _check_peers("team_peers", serve.team_peers)
     n_peers = len(split(serve.team_peers))
-    if n_peers and serve.team != AUTO_TEAM and n_peers + 1 != len(serve.members):
+    if serve.team_mode == "whole" and not n_peers:
+        raise ConfigError("team whole shares long prompts with team_peers: name them")
+    if n_peers and serve.team_mode == "weights" and n_peers + 1 != len(serve.members):
         raise ConfigError(
             f"team says what this machine and {n_peers} team_peers are worth, as {':'.join('1' * (n_peers + 1))} does, "
             f"not {serve.team!r}"

@@ -69,6 +69,17 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._own_all()
         return self._keys, self._values
 
+    def tokens(self, start: int, end: int) -> KeysAndValues:
+        """Keys and values of tokens [start, end) as they lie in memory; what is shared stays shared."""
+        self._catch_up()
+        if self.prefix is None:
+            return self._keys[:, :, start:end], self._values[:, :, start:end]
+        n = self.n_shared
+        own = slice(max(0, start - n), max(0, end - n))
+        parts = zip(self.prefix, (self._keys, self._values), strict=True)
+        keys, values = (torch.cat((shared[:, :, start:end], part[:, :, own]), 2) for shared, part in parts)
+        return keys, values
+
     def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add what another layer had ``stored``."""
         self._own_all()

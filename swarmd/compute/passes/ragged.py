@@ -39,8 +39,16 @@ LONG_PAST = 256  # tokens before several new ones, from which attention in two p
 _PLAIN = {"dropout", "scaling", "sliding_window", "use_cache"}  # arguments of attention that change nothing here
 
 
+OnKeys = Callable[[SessionTokens, int, torch.Tensor, torch.Tensor], None]
+"""Called with new keys and values [b, h, t, d] of a session in a layer, before the layer's cache has them."""
+
+
+def _ignore_keys(piece: SessionTokens, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Let the cache be all that has them."""
+
+
 class RaggedAttention:
-    """The attention of one span's ragged passes. Use it inside ``running(pieces)``."""
+    """The attention of one span's ragged passes. ``on_keys`` may be replaced for a pass."""
 
     def __init__(
         self,
@@ -56,6 +64,7 @@ class RaggedAttention:
         self._sites: dict[int, tuple[Any, Callable[..., Any], dict[str, Any]]] = {}
         self._is_capturing = False
         self._attend_by: traced.Attend = self._attend_sessions
+        self.on_keys: OnKeys = _ignore_keys
         self.cache = Cache(layers=[_PassThrough() for _ in range(self._config.num_hidden_layers)])
         ALL_ATTENTION_FUNCTIONS.register(self._name, self._attend)
 
@@ -188,6 +197,7 @@ class RaggedAttention:
             queries = _rows(query, piece, cut)
             new_keys = _rows(key, piece, cut)
             new_values = _rows(value, piece, cut)
+            self.on_keys(piece, layer, new_keys, new_values)
             is_slab = function is _attend_packed and isinstance(cache_layer, SlabLayer)
             if is_slab and _pays_in_parts(cache_layer, queries, new_keys, new_values):
                 prefix, own_part = cache_layer.append_behind(new_keys, new_values)

@@ -25,6 +25,7 @@ from swarmd.compute.teams.followers import Followers
 from swarmd.compute.teams.led_span import NO_PARAMETERS, LedSpan
 from swarmd.compute.teams.local_followers import LocalFollowers
 from swarmd.compute.teams.measuring import memory_for_weights
+from swarmd.compute.teams.whole_span import WholeSpan
 from swarmd.errors import ConfigError
 from swarmd.plan.teams.choice import FULL, BlockShape, MemberSpeed, TeamChoice, choose_team
 from swarmd.plan.teams.slices import slices
@@ -40,7 +41,7 @@ COMPILING_S = 0.1  # between looks whether that is done
 
 def takes_team(request: LoadSpan) -> bool:
     """Are the blocks to be computed by several processes?"""
-    return len(request.team) > 1 or request.chooses_team
+    return len(request.team) > 1 or request.team_mode == "auto"
 
 
 def load_team(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
@@ -50,8 +51,10 @@ def load_team(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
     if read_config(Path(request.path))["model_type"] == PACKED:
         raise ConfigError('GGUF models at their own bits are not computed by teams: say team = ""')
     request = msgspec.structs.replace(request, spill_folder=str(spill_folder(request)))
-    if request.chooses_team:
+    if request.team_mode == "auto":
         return _load_quickest(request, signals)
+    if request.team_mode == "whole":
+        return _load_whole(request, signals)
     followers = _start(request)
     try:
         followers.take(request.team)
@@ -83,6 +86,26 @@ def _lead(request: LoadSpan, signals: LoadSignals, followers: Followers, reason:
         fine_tuning=fine_tuning_of(request, span, description, NO_PARAMETERS),
         head=head,
     )
+
+
+def _load_whole(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
+    """Load all of the blocks here, and at members who share long prompts. Raises ConfigError or TeamBroken."""
+    followers = FarFollowers(request)
+    try:
+        followers.take(request.team)
+        loaded = load_torch_engine(request, signals, partial(load_span, kind=WholeSpan))
+        span = loaded.engine
+        assert isinstance(span, WholeSpan)
+        followers.wait_until_ready()
+        sharing = span.share_with(followers.links)
+    except BaseException:
+        followers.close()
+        raise
+    if not sharing.action:
+        followers.close()
+        return _with(loaded, team=sharing.reason)
+    description = msgspec.structs.replace(loaded.description, team=sharing.reason, seats=followers.seats)
+    return replace(loaded, description=description)
 
 
 def describe_slices(slicing: Slicing) -> str:
@@ -167,4 +190,4 @@ def _with(loaded: LoadedEngine, **told: str) -> LoadedEngine:
 
 
 def _without_team(request: LoadSpan) -> LoadSpan:
-    return msgspec.structs.replace(request, team=(), seats=(), chooses_team=False)
+    return msgspec.structs.replace(request, team=(), seats=(), team_mode="weights")

@@ -12,12 +12,13 @@ from functools import partial
 import msgspec
 
 from swarmd.compute.hardware.worker_process import serve_daemon
-from swarmd.compute.teams.follower import Follower, load
+from swarmd.compute.teams.follower import Follower, load, load_whole
 from swarmd.compute.teams.link_sums import LinkSums
 from swarmd.compute.teams.links import FrameKind, Link, Seat, dial
 from swarmd.compute.teams.measuring import answer_measure
 from swarmd.compute.teams.orders import Measure, Order, Take, decode
 from swarmd.compute.teams.sums import TeamBroken
+from swarmd.compute.teams.whole_span import WholeFollower
 from swarmd.errors import ConfigError
 from swarmd.protocol.fields import Message
 from swarmd.protocol.wire import messages, worker
@@ -63,15 +64,20 @@ def _follow(seat: Seat, links: dict[int, Link], take: Take, own: LoadSpan, tell:
     links |= seat.wait_for(range(me + 1, n))
     for link in links.values():
         link.set_patience(None)
-    sums = LinkSums(links, me)
-    span = load(msgspec.structs.replace(take, load=_of_this_machine(take.load, own)), sums)
+    orders: list[bytearray] = []
+    request = _of_this_machine(take.load, own)
+    is_whole = take.load.team_mode == "whole"
+    if is_whole:
+        follower: Follower | WholeFollower = WholeFollower(load_whole(request), links, me, orders)
+    else:
+        sums = LinkSums(links, me, orders)
+        follower = Follower(load(msgspec.structs.replace(take, load=request), sums), sums)
     free_bytes = max(0, measure_memory().free_bytes - own.leave_free_bytes)
     links[0].send(FrameKind.READY, free_bytes, b"")
     blocks = f"blocks [{own.start},{own.end}) of {own.model[:12]}"
-    tell(Followed(f"member {me} of a team of {n}, with slices of {blocks}"))
-    follower = Follower(span, sums)
+    tell(Followed(f"member {me} of a team of {n}, with {'all' if is_whole else 'slices'} of {blocks}"))
     while True:
-        follower.do(_next_order(links[0], sums.orders))
+        follower.do(_next_order(links[0], orders))
 
 
 def _read_request(connection: socket.socket) -> FollowTeam:

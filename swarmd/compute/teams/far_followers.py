@@ -20,30 +20,30 @@ PATIENCE_S = 3.0  # for a part of a sum: at 4 s the daemon takes the leader for 
 
 
 class FarFollowers:
-    """Members at the seats of a request. Raises TeamBroken where one of them cannot be reached."""
+    """Members at the seats of a request, with a link to each. Raises TeamBroken where one cannot be reached."""
 
     def __init__(self, request: LoadSpan) -> None:
         self.weights = tuple(request.team)
         self._request = request
         self.seats = tuple(range(len(request.seats)))
-        self._links: list[Link] = []
+        self.links: list[Link] = []
         try:
             for member, seat in enumerate(request.seats, 1):
-                self._links.append(dial(seat, member, me=0))
+                self.links.append(dial(seat, member, me=0))
         except TeamBroken:
             self.close()
             raise
-        for link in self._links:
+        for link in self.links:
             link.set_patience(LOADING_S)
-        self.sums: Adding = self._sums_of(self._links)
+        self.sums: Adding = self._sums_of(self.links)
 
     def measure(self) -> list[tuple[SliceTimes, float]]:
         """See Followers. Sums are of the leader and one of them at a time."""
-        n = 1 + len(self._links)
-        for member, link in enumerate(self._links, 1):
+        n = 1 + len(self.links)
+        for member, link in enumerate(self.links, 1):
             link.send(FrameKind.ORDER, 0, encode(Measure(self._request, member, n)))
         found = [(measure_slices(self._request, n, has_own_memory=True), 0.0)]
-        for link in self._links:
+        for link in self.links:
             times = read_times(self._expect(link, FrameKind.MEASURED)[1])
             found.append((times, time_sums(self._sums_of([link]), times.width, DTYPES[self._request.dtype])))
         return found
@@ -51,15 +51,15 @@ class FarFollowers:
     def take(self, weights: Sequence[float]) -> None:
         """See Followers."""
         taken = [number for number, weight in enumerate(weights[1:]) if weight]
-        for number, link in enumerate(self._links):
+        for number, link in enumerate(self.links):
             if number not in taken:
                 link.close()
-        self._links = [self._links[number] for number in taken]
+        self.links = [self.links[number] for number in taken]
         self.seats = tuple(taken)
         self.weights = (weights[0], *(weights[1 + number] for number in taken))
-        self.sums = self._sums_of(self._links)
+        self.sums = self._sums_of(self.links)
         seats = tuple(self._request.seats[number] for number in taken)
-        for member, link in enumerate(self._links, 1):
+        for member, link in enumerate(self.links, 1):
             link.send(FrameKind.ORDER, 0, encode(Take(self._request, member, self.weights, seats)))
 
     @staticmethod
@@ -69,7 +69,7 @@ class FarFollowers:
     def wait_until_ready(self) -> tuple[int, ...]:
         """See Followers."""
         free_bytes = []
-        for link in self._links:
+        for link in self.links:
             free_bytes.append(self._expect(link, FrameKind.READY)[0])
             link.set_patience(PATIENCE_S)
         return tuple(free_bytes)
@@ -86,10 +86,10 @@ class FarFollowers:
     def tell(self, order: Order) -> None:
         """See Followers."""
         data = encode(order)
-        for link in self._links:
+        for link in self.links:
             link.send(FrameKind.ORDER, 0, data)
 
     def close(self) -> None:
         """See Followers."""
-        for link in self._links:
+        for link in self.links:
             link.close()

@@ -22,6 +22,7 @@ from swarmd.compute.hardware.child_process import end_with_parent
 from swarmd.compute.hardware.device import use_threads
 from swarmd.compute.passes.family import PROBE_ERRORS
 from swarmd.compute.passes.load_request import options_of, span_of
+from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.teams.led_span import SlicedSpan
 from swarmd.compute.teams.measuring import answer_measure
 from swarmd.compute.teams.orders import (
@@ -46,6 +47,7 @@ from swarmd.compute.teams.orders import (
 )
 from swarmd.compute.teams.shared_sums import SharedSums
 from swarmd.compute.teams.sums import Adding, TeamBroken
+from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.wire.tensors import DTYPES
 
 MOST_WORDS = 500  # characters of why it ends
@@ -141,6 +143,14 @@ def load(take: Take, sums: Adding) -> SlicedSpan:
         member=take.member,
         sums=sums,
     )
+    span.self_test()
+    return span
+
+
+def load_whole(request: LoadSpan) -> LoadedSpan:
+    """Load all of the blocks, and test them. Raises ConfigError."""
+    use_threads(request.threads)
+    span = LoadedSpan(Path(request.path), span_of(request), DTYPES[request.dtype], options_of(request))
     span.self_test()
     return span
 

@@ -12,7 +12,7 @@ from functools import reduce
 
 import torch
 
-from swarmd.compute.teams.links import FrameKind, Link
+from swarmd.compute.teams.links import FrameKind, Link, receive_part
 from swarmd.compute.teams.sums import TeamBroken
 from swarmd.wire.tensors import raw_bytes
 
@@ -20,23 +20,19 @@ PIECE_BYTES = 1 << 16  # that are on their way at once: two, of at least 200 KiB
 OF_ONE_PASS = 1 << 32  # numbers of sums; each pass begins at a multiple, so that what one before has left is seen
 
 
-class PassGivenUp(RuntimeError):
-    """The leader computes something else: the pass has failed there."""
-
-
 class LinkSums:
     """One member's side. ``links`` are to all others, by their numbers.
 
-    ``n_given``: the number of the sum that this member has given its part to last. ``orders``: those that came where a
-    part was waited for.
+    ``n_given``: the number of the sum that this member has given its part to last. ``orders`` get what came where
+    a part was waited for.
     """
 
-    def __init__(self, links: Mapping[int, Link], member: int) -> None:
+    def __init__(self, links: Mapping[int, Link], member: int, orders: list[bytearray] | None = None) -> None:
         self._links = dict(sorted(links.items()))
         self._members = sorted({*links, member})
         self._member = member
         self.n_given = 0
-        self.orders: list[bytearray] = []
+        self._orders = [] if orders is None else orders
 
     def begin(self) -> int:
         """Begin a pass, at the leader; returns what members have to ``align`` to."""
@@ -70,17 +66,9 @@ class LinkSums:
             link.send(FrameKind.PART, number, data)
 
     def _receive(self, member: int, number: int, ours: torch.Tensor) -> torch.Tensor:
-        """Another member's piece of a sum, alike to ours; those of a pass that was given up are read over."""
+        """Another member's piece of a sum, alike to ours."""
         link = self._links[member]
-        while True:
-            kind, theirs, data = link.receive()
-            if kind is FrameKind.ORDER:
-                self.orders.append(data)
-                raise PassGivenUp(f"{link.name} has given this pass up")
-            if kind is FrameKind.FAILURE:
-                raise TeamBroken(f"{link.name} of the team: {data.decode(errors='replace')}")
-            if theirs >= number:
-                break
-        if theirs != number or len(data) != ours.numel() * ours.element_size():
-            raise TeamBroken(f"{link.name} of the team gives {len(data)} B of sum {theirs} where {number} is added up")
+        data = receive_part(link, number, self._orders)
+        if len(data) != ours.numel() * ours.element_size():
+            raise TeamBroken(f"{link.name} of the team gives {len(data)} B of sum {number}, unlike this member")
         return torch.frombuffer(data, dtype=ours.dtype).float()

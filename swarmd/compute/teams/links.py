@@ -90,6 +90,28 @@ class Link:
         return TeamBroken(f"{self.name} of the team is gone ({error})")
 
 
+class PassGivenUp(RuntimeError):
+    """The leader computes something else: the pass has failed there."""
+
+
+def receive_part(link: Link, number: int, orders: list[bytearray]) -> bytearray:
+    """What a member has for ``number``; parts of passes before it, which were given up, are read over.
+
+    Raises TeamBroken, and PassGivenUp where it is the leader, who asks for something else: that goes to ``orders``.
+    """
+    while True:
+        kind, theirs, data = link.receive()
+        if kind is FrameKind.ORDER:
+            orders.append(data)
+            raise PassGivenUp(f"{link.name} has given this pass up")
+        if kind is FrameKind.FAILURE:
+            raise TeamBroken(f"{link.name} of the team: {data.decode(errors='replace')}")
+        if theirs == number:
+            return data
+        if theirs > number:
+            raise TeamBroken(f"{link.name} of the team gives a part of {theirs} where {number} is computed")
+
+
 def member_name(member: int) -> str:
     """What a member is called when something is said of it."""
     return f"member {member}" if member else "the leader"

@@ -142,8 +142,27 @@ class RunBackward(msgspec.Struct, tag="backward"):
     n_given: int
 
 
+class ShareRows(msgspec.Struct, tag="rows"):
+    """Compute some of the new tokens of a session, of which this member has all blocks.
+
+    Its cache (of this number) first keeps ``n_held`` tokens and gets ``missing``, keys and values of each layer, up to
+    ``n_past``. ``n_rows`` says how many new tokens each member has, in their order; ``hidden`` [b, t, d] and
+    ``positions`` are this one's. ``number``: of the pass.
+    """
+
+    cache: int
+    hop: Span
+    n_past: int
+    n_held: int
+    missing: list[tuple[Numbers, Numbers]]
+    n_rows: tuple[int, ...]
+    hidden: Numbers
+    positions: Numbers
+    number: int
+
+
 OfCaches = NewCache | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow
-Order = Measure | Take | OfCaches | RunPass | RunGraph | RunBackward
+Order = Measure | Take | OfCaches | RunPass | RunGraph | RunBackward | ShareRows
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Order)
 

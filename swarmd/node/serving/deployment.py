@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 import swarmd.status as status
-from swarmd.config import AUTO_TEAM, Serve, format_of, split
+from swarmd.config import Serve, format_of, split
 from swarmd.net.api import Purpose
 from swarmd.net.rpc import Channel
 from swarmd.node.serving.choosing import HostingServices
@@ -251,7 +251,6 @@ def worker_status(worker: WorkerLinkStatus) -> status.WorkerStatus:
 
 def _load_request(services: HostingServices, settings: Serve, served: ServedBlocks, folder: Path) -> LoadSpan:
     config = services.config
-    chooses_team = settings.team == AUTO_TEAM
     n_peers = len(split(settings.team_peers))
     return LoadSpan(
         path=str(folder),
@@ -271,8 +270,8 @@ def _load_request(services: HostingServices, settings: Serve, served: ServedBloc
         tuning_share=config.tuning_share,
         leave_free_bytes=services.presence.kept_bytes,
         spill_folder=services.spill_folder,
-        team=(1.0,) * (1 + n_peers) if chooses_team and n_peers else settings.members,
-        chooses_team=chooses_team,
+        team=(1.0,) * (1 + n_peers) if settings.team_mode != "weights" and n_peers else settings.members,
+        team_mode=settings.team_mode,
     )
 
 

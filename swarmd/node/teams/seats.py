@@ -61,7 +61,7 @@ class TeamSeats:
                 model=request.model,
                 start=request.start,
                 end=request.end,
-                hold_bytes=int(n_bytes * weight / sum(request.team)),
+                hold_bytes=n_bytes if request.team_mode == "whole" else int(n_bytes * weight / sum(request.team)),
             )
             seatings[number] = await self._ask(peer, join)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from swarmd.config import MOST_MEMBERS
+from swarmd.config import MOST_MEMBERS, TeamMode
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import Block, Count, Message, Name, Part, Request, SessionKey, Stage, Text
 from swarmd.protocol.wire import messages, tuning
@@ -28,8 +28,9 @@ class LoadSpan(Message, tag="load", frozen=True):
 
     Without ``compiled`` no code is compiled for this CPU: the library's own kernels compute all of it.
     ``cache_tokens``: of all sessions, for engines that reserve them at once. ``team``: weights of several processes
-    that compute the blocks together; those behind the first are at ``seats`` of other machines, if there are any. With
-    ``chooses_team`` the worker finds out whether they, and which, are quicker than it is alone. ``n_bytes``: what the
+    that compute the blocks together; those behind the first are at ``seats`` of other machines, if there are any. Of
+    ``team_mode`` "auto" the worker finds out whether they, and which, are quicker than it is alone; of "whole" each
+    holds all of the blocks, and they share long prompts. ``n_bytes``: what the
     blocks are to take; 0 is unknown.
     """
 
@@ -52,7 +53,7 @@ class LoadSpan(Message, tag="load", frozen=True):
     cache_tokens: Count = 0
     team: Annotated[tuple[Weight, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
     seats: Annotated[tuple[TeamSeat, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
-    chooses_team: bool = False
+    team_mode: TeamMode = "weights"
     n_bytes: Count = 0
 
 

@@ -129,12 +129,12 @@ def test_a_team_on_a_card_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_auto_computes_alone_where_a_team_is_no_quicker(tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
-    asked = request(folder, tmp_path, team=(), chooses_team=True, compiled=False)
+    asked = request(folder, tmp_path, team=(), team_mode="auto", compiled=False)
     loaded = load_engine(asked, SIGNALS)
     assert not isinstance(loaded.engine, LedSpan)
     assert re.match(r"a token takes \d+\.\d ms alone, and (would take \d|every other member)", loaded.description.team)
     assert not psutil.Process().children()
-    only_one = load_engine(request(folder, tmp_path, team=(), chooses_team=True, threads=1), SIGNALS)
+    only_one = load_engine(request(folder, tmp_path, team=(), team_mode="auto", threads=1), SIGNALS)
     assert only_one.description.team == "alone: there is one processor, and no other member"
 
 
@@ -145,7 +145,7 @@ def test_auto_makes_a_team_of_members_that_have_room_only_together(
     (follower,) = far(folder, 1)
     n_bytes = int(1.3 * measure_memory().free_bytes)  # the blocks are small: what they are said to take counts
     asked = request(
-        folder, tmp_path, team=(1.0, 1.0), chooses_team=True, seats=(follower.seat(),), n_bytes=n_bytes, threads=1
+        folder, tmp_path, team=(1.0, 1.0), team_mode="auto", seats=(follower.seat(),), n_bytes=n_bytes, threads=1
     )
     loaded = load_engine(asked, SIGNALS)
     assert isinstance(loaded.engine, LedSpan)

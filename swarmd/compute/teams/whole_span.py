@@ -1,0 +1,284 @@
+"""Members that each hold all of some blocks, and share what a long prompt takes: each computes some of its tokens.
+
+The leader computes everything else alone, as fast as it can: a team of one would decode no faster. What it has decoded
+since goes to the others before they share the next tokens. A member that is gone costs the pass that it was in: the
+leader computes that one again, and goes on alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarmd.compute.cache.pieces import SessionTokens
+from swarmd.compute.cache.session_cache import Tensors
+from swarmd.compute.cache.span_cache import UNBOUNDED, SpanCache
+from swarmd.compute.passes.backend import RaggedBackend
+from swarmd.compute.passes.family import PROBE_ERRORS
+from swarmd.compute.passes.ragged import RaggedAttention
+from swarmd.compute.passes.span import SELF_TEST_TOLERANCE, LoadedSpan, LoadOptions
+from swarmd.compute.teams.links import FrameKind, Link, PassGivenUp
+from swarmd.compute.teams.orders import Forget, Order, ShareRows, encode, read_numbers, write_numbers
+from swarmd.compute.teams.row_exchange import RowExchange
+from swarmd.compute.teams.sums import TeamBroken
+from swarmd.plan.teams.slices import slices
+from swarmd.values import Decision, Span
+
+logger = logging.getLogger(__name__)
+
+LEAST_ROWS = 32  # new tokens of each member: fewer are bound by reading the weights, which all of them do
+PROBE_PAST = 5  # tokens before those that are shared in the self-test
+
+
+class CopiedCache(SpanCache):
+    """A session's cache at the leader: members have a copy of its first ``n_copied`` tokens, called by ``number``."""
+
+    def __init__(self, span: WholeSpan, number: int, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.number = number
+        self.n_copied = 0
+        self.n_rows = 0
+        self._span = span
+
+    def __del__(self) -> None:
+        if self.n_rows:  # somebody has had a copy
+            self._span.forgotten.append(self.number)
+
+    def crop(self, n_tokens: int) -> None:
+        """See SpanCache."""
+        super().crop(n_tokens)
+        self.n_copied = min(self.n_copied, int(self.owned[0].get_seq_length()))
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """See SpanCache."""
+        self.n_copied = 0
+        super().reorder(rows)
+
+    def take_over(self, other: SpanCache, start: int, end: int, may_share: bool) -> None:
+        """See SpanCache."""
+        self.n_copied = min(self.n_copied, start)
+        super().take_over(other, start, end, may_share)
+
+    def borrow(self, other: SpanCache, n_tokens: int) -> None:
+        """See SpanCache."""
+        self.n_copied = 0
+        super().borrow(other, n_tokens)
+
+    def restore_untrusted(self, state: Tensors, example: SpanCache, n_rows: int, n_tokens: int) -> None:
+        """See SpanCache."""
+        self.n_copied = 0
+        super().restore_untrusted(state, example, n_rows, n_tokens)
+
+
+class WholeSpan(LoadedSpan):
+    """The leader's blocks. ``members`` are those that share long prompts; without them it is a span like any other."""
+
+    def __init__(self, folder: Path, span: Span, dtype: torch.dtype, options: LoadOptions, *signals: Any) -> None:
+        self.forgotten: list[int] = []
+        self._members: list[Link] = []
+        self._numbers = itertools.count()
+        self._passes = itertools.count(1)
+        super().__init__(folder, span, dtype, options, *signals)
+
+    def share_with(self, members: Sequence[Link]) -> Decision[bool]:
+        """Share long prompts from now on, if that gives what the span gives alone; the reason says why (not)."""
+        if self.ragged is None or not self.new_cache().is_plain or self.options.kv_cache != "none":
+            return Decision(False, "long prompts are not shared: its blocks keep more than plain keys and values")
+        self._members = list(members)
+        error = self._sharing_error()
+        if not error <= SELF_TEST_TOLERANCE[self.dtype]:
+            self._members = []
+            return Decision(False, f"long prompts are not shared: what comes of it differs by {error:.2g}")
+        return Decision(True, f"long prompts are shared among {1 + len(members)} (self-test: {error:.1g} off)")
+
+    @torch.inference_mode()
+    def _sharing_error(self) -> float:
+        """By how much a pass that is shared differs from one that is not; infinitely where it fails."""
+        n_shared = LEAST_ROWS * (1 + len(self._members))
+        n = PROBE_PAST + n_shared + 1
+        hidden = self.family.random_hidden(1, n, torch.Generator().manual_seed(1))
+        positions = torch.arange(n, device=self.device).unsqueeze(0)
+        found = []
+        for run in (super().run, self.run):
+            cache = self.new_cache()
+            outs = []
+            for start, end in ((0, PROBE_PAST), (PROBE_PAST, n - 1), (n - 1, n)):
+                piece = SessionTokens(hidden[:, start:end], positions[:, start:end], cache, start)
+                try:
+                    outs += run([piece], self.span)
+                except PROBE_ERRORS as error:
+                    logger.warning("a pass that is shared fails: %s", error)
+                    return float("inf")
+            found.append(torch.cat(outs, 1))
+        alone, shared = found
+        return float((shared - alone).abs().max() / alone.abs().max())
+
+    def new_cache(
+        self,
+        hop: Span | None = None,
+        max_tokens: int = UNBOUNDED,
+        is_exact: bool = False,
+        with_gradients: bool = False,
+    ) -> SpanCache:
+        """See LoadedSpan."""
+        if with_gradients:
+            return super().new_cache(hop, max_tokens, is_exact, with_gradients)
+        hop = hop or self.span
+        return CopiedCache(
+            self, next(self._numbers), self.model.config, hop, max_tokens, self._caches_in, self._crop_trouble
+        )
+
+    @torch.inference_mode()
+    def run(self, pieces: Sequence[SessionTokens], hop: Span | None = None) -> list[torch.Tensor]:
+        """See LoadedSpan. The longest piece is shared, if it is long enough."""
+        hop = hop or self.span
+        longest = max(pieces, key=lambda piece: piece.hidden.shape[1])
+        if not self._can_share(pieces, longest):
+            return super().run(pieces, hop)
+        try:
+            return self._run_shared(list(pieces), longest, hop)
+        except TeamBroken as error:
+            logger.warning("%s: the leader goes on alone", error)
+            for member in self._members:
+                member.close()
+            self._members = []
+            for piece in pieces:
+                _forget_new_tokens(piece)
+            return super().run(pieces, hop)
+
+    def _can_share(self, pieces: Sequence[SessionTokens], longest: SessionTokens) -> bool:
+        n_members = 1 + len(self._members)
+        if n_members < 2 or longest.hidden.shape[1] < LEAST_ROWS * n_members:
+            return False
+        is_plain = isinstance(longest.cache, CopiedCache) and longest.cache.is_plain and longest.lora is None
+        return is_plain and not any(piece.is_alone for piece in pieces)
+
+    def _run_shared(self, pieces: list[SessionTokens], shared: SessionTokens, hop: Span) -> list[torch.Tensor]:
+        """Have members compute rows of one piece, compute the first of them and all other pieces here."""
+        assert self.ragged is not None
+        cache = shared.cache
+        number = next(self._passes)
+        n_rows = [len(rows) for rows in slices(shared.hidden.shape[1], [1] * (1 + len(self._members)))]
+        self._order_rows(shared, hop, number, n_rows)
+        first = SessionTokens(shared.hidden[:, : n_rows[0]], shared.positions[:, : n_rows[0]], cache, shared.n_past)
+        links = dict(enumerate(self._members, 1))
+        exchange = RowExchange(links, 0, first, n_rows, number, [])
+        at = next(index for index, piece in enumerate(pieces) if piece is shared)
+        outs = run_with(self, self.ragged, exchange, [*pieces[:at], first, *pieces[at + 1 :]], hop)
+        parts = [outs[at]]
+        for member in links:
+            exchange.take_back(member)
+            parts.append(exchange.outputs_of(member))
+            self.on_block()
+        outs[at] = torch.cat(parts, 1)
+        cache.n_copied = shared.n_past + shared.hidden.shape[1]
+        return outs
+
+    def _order_rows(self, shared: SessionTokens, hop: Span, number: int, n_rows: Sequence[int]) -> None:
+        """Tell each member which rows are its, and what its copy of the cache lacks."""
+        cache = shared.cache
+        b = shared.hidden.shape[0]
+        if cache.n_rows != b:  # a copy is of so many rows as it was made for
+            cache.n_copied, cache.n_rows = 0, b
+        n_held, n_past = cache.n_copied, shared.n_past
+        missing = []
+        if n_past > n_held:
+            for layer in cache.owned:
+                keys, values = layer.tokens(n_held, n_past)
+                missing.append((write_numbers(keys), write_numbers(values)))
+        cache.n_copied = 0  # until the pass is over
+        forgotten, self.forgotten = self.forgotten, []
+        end = n_rows[0]
+        for member, n in zip(self._members, n_rows[1:], strict=True):
+            rows = slice(end, end + n)
+            end += n
+            if forgotten:
+                member.send(FrameKind.ORDER, 0, encode(Forget(forgotten)))
+            member.send(
+                FrameKind.ORDER,
+                0,
+                encode(
+                    ShareRows(
+                        cache=cache.number,
+                        hop=hop,
+                        n_past=n_past,
+                        n_held=n_held,
+                        missing=missing,
+                        n_rows=tuple(n_rows),
+                        hidden=write_numbers(shared.hidden[:, rows]),
+                        positions=write_numbers(shared.positions[:, rows].long()),
+                        number=number,
+                    )
+                ),
+            )
+
+
+class WholeFollower:
+    """A member's blocks, and copies of the leader's caches."""
+
+    def __init__(self, span: LoadedSpan, links: dict[int, Link], member: int, orders: list[bytearray]) -> None:
+        self._span = span
+        self._links = links
+        self._member = member
+        self._orders = orders
+        self._caches: dict[int, SpanCache] = {}
+
+    def do(self, order: Order) -> None:
+        """Do what the leader asks."""
+        if isinstance(order, Forget):
+            for number in order.numbers:
+                self._caches.pop(number, None)
+            return
+        assert isinstance(order, ShareRows)
+        try:
+            self._share(order)
+        except PassGivenUp:
+            self._caches.pop(order.cache, None)
+
+    @torch.inference_mode()
+    def _share(self, order: ShareRows) -> None:
+        """Compute this member's rows, while keys and values go to and fro."""
+        assert self._span.ragged is not None
+        cache = self._copy(order)
+        n_past = order.n_past + sum(order.n_rows[: self._member])
+        piece = SessionTokens(read_numbers(order.hidden), read_numbers(order.positions), cache, n_past)
+        exchange = RowExchange(self._links, self._member, piece, order.n_rows, order.number, self._orders)
+        (outputs,) = run_with(self._span, self._span.ragged, exchange, [piece], order.hop)
+        exchange.give_back(outputs)
+        for other in range(self._member + 1, len(order.n_rows)):
+            exchange.take_back(other)
+
+    def _copy(self, order: ShareRows) -> SpanCache:
+        """The copy of a cache as it has to be before the pass."""
+        cache = self._caches.get(order.cache) if order.n_held else None
+        if cache is None:
+            cache = self._caches[order.cache] = self._span.new_cache(order.hop)
+        cache.crop(int(cache.owned[0].get_seq_length()) - order.n_held)
+        for layer, (keys, values) in zip(cache.owned, order.missing, strict=False):
+            layer.put(read_numbers(keys), read_numbers(values))
+        return cache
+
+
+def run_with(
+    span: LoadedSpan, ragged: RaggedAttention, exchange: RowExchange, pieces: Sequence[SessionTokens], hop: Span
+) -> list[torch.Tensor]:
+    """Compute pieces in one row, of which one's keys and values are exchanged."""
+    before = ragged.on_keys
+    ragged.on_keys = exchange.on_keys
+    try:
+        return RaggedBackend(span.family, ragged, hop, span.adapters).run(pieces)
+    finally:
+        ragged.on_keys = before
+
+
+def _forget_new_tokens(piece: SessionTokens) -> None:
+    """Take back what a pass that broke off has left in the layers that it came to."""
+    for layer in piece.cache.owned:
+        n_new = int(layer.get_seq_length()) - piece.n_past
+        if n_new > 0:
+            layer.crop(-n_new)
