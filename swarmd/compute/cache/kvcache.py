@@ -74,11 +74,11 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         self._catch_up()
         if self.prefix is None:
             return self._keys[:, :, start:end], self._values[:, :, start:end]
-        n = self.n_shared
-        own = slice(max(0, start - n), max(0, end - n))
-        parts = zip(self.prefix, (self._keys, self._values), strict=True)
-        keys, values = (torch.cat((shared[:, :, start:end], part[:, :, own]), 2) for shared, part in parts)
-        return keys, values
+        shared = self.prefix[0][:, :, start:end], self.prefix[1][:, :, start:end]
+        if end <= self.n_shared:
+            return shared
+        own = slice(max(0, start - self.n_shared), end - self.n_shared)
+        return torch.cat((shared[0], self._keys[:, :, own]), 2), torch.cat((shared[1], self._values[:, :, own]), 2)
 
     def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add what another layer had ``stored``."""

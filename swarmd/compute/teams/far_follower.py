@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from swarmd.compute.hardware.worker_process import serve_daemon
+from swarmd.compute.passes.family import PROBE_ERRORS
 from swarmd.compute.teams.follower import Follower, load, load_whole
 from swarmd.compute.teams.link_sums import LinkSums
 from swarmd.compute.teams.links import FrameKind, Link, Seat, dial
@@ -51,7 +52,7 @@ def follow(connection: socket.socket) -> None:
                 order = _next_order(leader, [])
             assert isinstance(order, Take), "the leader says who is who before all else"
             _follow(seat, links, order, request.load, tell)
-        except (ConfigError, msgspec.DecodeError, ValueError, RuntimeError) as error:
+        except (ConfigError, msgspec.DecodeError, *PROBE_ERRORS) as error:
             leader.send(FrameKind.FAILURE, 0, f"{type(error).__name__}: {error}"[:MOST_WORDS].encode())
             raise
     finally:
@@ -62,6 +63,7 @@ def _follow(seat: Seat, links: dict[int, Link], take: Take, own: LoadSpan, tell:
     me, n = take.member, len(take.weights)
     links |= {member: dial(take.seats[member - 1], member, me) for member in range(1, me)}
     links |= seat.wait_for(range(me + 1, n))
+    seat.close()
     for link in links.values():
         link.set_patience(None)
     orders: list[bytearray] = []

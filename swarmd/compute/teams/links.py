@@ -51,6 +51,9 @@ class Link:
         """End it: who waits on the other side is told."""
         self._connection.close()
 
+    def __del__(self) -> None:
+        self.close()
+
     def set_patience(self, seconds: float | None) -> None:
         """Wait for so long at most whenever something is sent or read; None: for as long as the connection lasts."""
         self._connection.settimeout(seconds)
@@ -135,17 +138,26 @@ def dial(seat: TeamSeat, member: int, me: int) -> Link:
 
 
 class Seat:
-    """Where other members dial this one: sockets that listen on ``hosts``, at one port. Raises OSError."""
+    """Where other members dial this one: sockets that listen on ``hosts``, at one port.
+
+    Raises OSError where none of them is an address of this machine.
+    """
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._context, certificate = listening_context()
         self._listeners: list[socket.socket] = []
-        port = 0
+        port, error = 0, OSError("this machine listens nowhere")
         for host in hosts:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, port), family=family)
+            try:
+                listener = socket.create_server((host, port), family=family)
+            except OSError as failure:
+                error = failure
+                continue
             self._listeners.append(listener)
             port = listener.getsockname()[1]
+        if not self._listeners:
+            raise error
         self.ticket = DialTicket(port, certificate, os.urandom(TOKEN_BYTES))
 
     def close(self) -> None:

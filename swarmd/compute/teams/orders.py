@@ -142,19 +142,33 @@ class RunBackward(msgspec.Struct, tag="backward"):
     n_given: int
 
 
+class KeepCopy(msgspec.Struct, tag="keep"):
+    """Keep the first tokens of a copy of a cache, which is called by this number; begin one where they are none."""
+
+    cache: int
+    hop: Span
+    n_tokens: int
+
+
+class PutTokens(msgspec.Struct, tag="put"):
+    """Add tokens to a layer of a copy: keys and values [b, h, t, d]."""
+
+    cache: int
+    layer: int
+    keys: Numbers
+    values: Numbers
+
+
 class ShareRows(msgspec.Struct, tag="rows"):
     """Compute some of the new tokens of a session, of which this member has all blocks.
 
-    Its cache (of this number) first keeps ``n_held`` tokens and gets ``missing``, keys and values of each layer, up to
-    ``n_past``. ``n_rows`` says how many new tokens each member has, in their order; ``hidden`` [b, t, d] and
-    ``positions`` are this one's. ``number``: of the pass.
+    Its copy of a cache holds ``n_past`` tokens. ``n_rows`` says how many new tokens each member has, in their order;
+    ``hidden`` [b, t, d] and ``positions`` are this one's. ``number``: of the pass.
     """
 
     cache: int
     hop: Span
     n_past: int
-    n_held: int
-    missing: list[tuple[Numbers, Numbers]]
     n_rows: tuple[int, ...]
     hidden: Numbers
     positions: Numbers
@@ -162,7 +176,8 @@ class ShareRows(msgspec.Struct, tag="rows"):
 
 
 OfCaches = NewCache | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow
-Order = Measure | Take | OfCaches | RunPass | RunGraph | RunBackward | ShareRows
+OfCopies = KeepCopy | PutTokens | ShareRows
+Order = Measure | Take | OfCaches | RunPass | RunGraph | RunBackward | OfCopies
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Order)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,16 @@ from swarmd.compute.passes.family import PROBE_ERRORS
 from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.span import SELF_TEST_TOLERANCE, LoadedSpan, LoadOptions
 from swarmd.compute.teams.links import FrameKind, Link, PassGivenUp
-from swarmd.compute.teams.orders import Forget, Order, ShareRows, encode, read_numbers, write_numbers
+from swarmd.compute.teams.orders import (
+    Forget,
+    KeepCopy,
+    Order,
+    PutTokens,
+    ShareRows,
+    encode,
+    read_numbers,
+    write_numbers,
+)
 from swarmd.compute.teams.row_exchange import RowExchange
 from swarmd.compute.teams.sums import TeamBroken
 from swarmd.plan.teams.slices import slices
@@ -32,6 +42,7 @@ from swarmd.values import Decision, Span
 logger = logging.getLogger(__name__)
 
 LEAST_ROWS = 32  # new tokens of each member: fewer are bound by reading the weights, which all of them do
+COPIED_AT_ONCE = 1_024  # tokens of a layer: 8 MB where heads are many and wide
 PROBE_PAST = 5  # tokens before those that are shared in the self-test
 
 
@@ -185,37 +196,37 @@ class WholeSpan(LoadedSpan):
         b = shared.hidden.shape[0]
         if cache.n_rows != b:  # a copy is of so many rows as it was made for
             cache.n_copied, cache.n_rows = 0, b
-        n_held, n_past = cache.n_copied, shared.n_past
-        missing = []
-        if n_past > n_held:
-            for layer in cache.owned:
-                keys, values = layer.tokens(n_held, n_past)
-                missing.append((write_numbers(keys), write_numbers(values)))
+        n_past = shared.n_past
+        self._copy_tokens(cache, hop, n_past)
         cache.n_copied = 0  # until the pass is over
-        forgotten, self.forgotten = self.forgotten, []
         end = n_rows[0]
         for member, n in zip(self._members, n_rows[1:], strict=True):
             rows = slice(end, end + n)
             end += n
-            if forgotten:
-                member.send(FrameKind.ORDER, 0, encode(Forget(forgotten)))
-            member.send(
-                FrameKind.ORDER,
-                0,
-                encode(
-                    ShareRows(
-                        cache=cache.number,
-                        hop=hop,
-                        n_past=n_past,
-                        n_held=n_held,
-                        missing=missing,
-                        n_rows=tuple(n_rows),
-                        hidden=write_numbers(shared.hidden[:, rows]),
-                        positions=write_numbers(shared.positions[:, rows].long()),
-                        number=number,
-                    )
-                ),
+            order = ShareRows(
+                cache=cache.number,
+                hop=hop,
+                n_past=n_past,
+                n_rows=tuple(n_rows),
+                hidden=write_numbers(shared.hidden[:, rows]),
+                positions=write_numbers(shared.positions[:, rows].long()),
+                number=number,
             )
+            _tell([member], order)
+
+    def _copy_tokens(self, cache: CopiedCache, hop: Span, n_past: int) -> None:
+        """Have members' copies of a cache hold so many tokens, and give up those of caches that are no more."""
+        if self.forgotten:
+            forgotten, self.forgotten = self.forgotten, []
+            _tell(self._members, Forget(forgotten))
+        if cache.n_copied == n_past and n_past:
+            return
+        _tell(self._members, KeepCopy(cache.number, hop, cache.n_copied))
+        for start in range(cache.n_copied, n_past, COPIED_AT_ONCE):
+            for number, layer in enumerate(cache.owned):
+                keys, values = layer.tokens(start, min(n_past, start + COPIED_AT_ONCE))
+                _tell(self._members, PutTokens(cache.number, number, write_numbers(keys), write_numbers(values)))
+            self.on_block()
 
 
 class WholeFollower:
@@ -228,23 +239,32 @@ class WholeFollower:
         self._orders = orders
         self._caches: dict[int, SpanCache] = {}
 
+    @torch.inference_mode()
     def do(self, order: Order) -> None:
         """Do what the leader asks."""
-        if isinstance(order, Forget):
-            for number in order.numbers:
-                self._caches.pop(number, None)
-            return
-        assert isinstance(order, ShareRows)
-        try:
-            self._share(order)
-        except PassGivenUp:
-            self._caches.pop(order.cache, None)
+        match order:
+            case Forget(numbers):
+                for number in numbers:
+                    self._caches.pop(number, None)
+            case KeepCopy():
+                self._keep(order)
+            case PutTokens(cache, layer, keys, values):
+                self._caches[cache].owned[layer].put(read_numbers(keys), read_numbers(values))
+            case ShareRows():
+                with suppress(PassGivenUp):  # the leader begins the copy anew
+                    self._share(order)
 
-    @torch.inference_mode()
+    def _keep(self, order: KeepCopy) -> None:
+        if not order.n_tokens:
+            self._caches[order.cache] = self._span.new_cache(order.hop)
+            return
+        cache = self._caches[order.cache]
+        cache.crop(int(cache.owned[0].get_seq_length()) - order.n_tokens)
+
     def _share(self, order: ShareRows) -> None:
         """Compute this member's rows, while keys and values go to and fro."""
         assert self._span.ragged is not None
-        cache = self._copy(order)
+        cache = self._caches[order.cache]
         n_past = order.n_past + sum(order.n_rows[: self._member])
         piece = SessionTokens(read_numbers(order.hidden), read_numbers(order.positions), cache, n_past)
         exchange = RowExchange(self._links, self._member, piece, order.n_rows, order.number, self._orders)
@@ -252,16 +272,6 @@ class WholeFollower:
         exchange.give_back(outputs)
         for other in range(self._member + 1, len(order.n_rows)):
             exchange.take_back(other)
-
-    def _copy(self, order: ShareRows) -> SpanCache:
-        """The copy of a cache as it has to be before the pass."""
-        cache = self._caches.get(order.cache) if order.n_held else None
-        if cache is None:
-            cache = self._caches[order.cache] = self._span.new_cache(order.hop)
-        cache.crop(int(cache.owned[0].get_seq_length()) - order.n_held)
-        for layer, (keys, values) in zip(cache.owned, order.missing, strict=False):
-            layer.put(read_numbers(keys), read_numbers(values))
-        return cache
 
 
 def run_with(
@@ -274,6 +284,12 @@ def run_with(
         return RaggedBackend(span.family, ragged, hop, span.adapters).run(pieces)
     finally:
         ragged.on_keys = before
+
+
+def _tell(members: Sequence[Link], order: Order) -> None:
+    data = encode(order)
+    for member in members:
+        member.send(FrameKind.ORDER, 0, data)
 
 
 def _forget_new_tokens(piece: SessionTokens) -> None:

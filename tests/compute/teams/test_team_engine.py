@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,9 +14,12 @@ import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.serving import team_engine
 from swarmd.compute.serving.engine import LoadSignals
 from swarmd.compute.serving.engines import load_engine
 from swarmd.compute.teams.led_span import LedSpan
+from swarmd.compute.teams.local_followers import LocalFollowers
+from swarmd.compute.teams.measuring import SliceTimes
 from swarmd.compute.teams.sums import TeamBroken
 from swarmd.errors import ConfigError, Refused
 from swarmd.protocol.wire.worker import LoadSpan
@@ -32,20 +35,6 @@ SIGNALS = LoadSignals(lambda: None, lambda stage, done, total: None)
 def request(folder: Path, tmp_path: Path, **more: object) -> LoadSpan:
     settings = {"model": "m", "start": 0, "end": 2, "threads": 2, "team": (1.0, 2.0), "spill_folder": str(tmp_path)}
     return LoadSpan(path=str(folder), **(settings | more))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def far(tmp_path: Path) -> Iterator[Callable[[Path, int], list[FarFollower]]]:
-    """Starts followers as a daemon of another machine does."""
-    started: list[FarFollower] = []
-
-    def start(folder: Path, n: int) -> list[FarFollower]:
-        started.extend(FarFollower(request(folder, tmp_path, team=(), threads=1)) for _ in range(n))
-        return started
-
-    yield start
-    for follower in started:
-        follower.close()
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -73,10 +62,10 @@ def check_gradients(span: LoadedSpan, alone: LoadedSpan) -> None:
 
 @pytest.mark.parametrize("team", [(1.0, 2.0), (1.0, 2.0, 1.0)], ids=["here", "elsewhere"])
 def test_a_teams_sessions_are_those_of_one_process(
-    team: tuple[float, ...], far: Callable[[Path, int], list[FarFollower]], tmp_path: Path
+    team: tuple[float, ...], far: Callable[[LoadSpan, int], list[FarFollower]], tmp_path: Path
 ) -> None:
     folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2, num_key_value_heads=4)
-    followers = far(folder, len(team) - 1) if len(team) > 2 else []
+    followers = far(request(folder, tmp_path, team=(), threads=1), len(team) - 1) if len(team) > 2 else []
     seats = tuple(follower.seat() for follower in followers)
     span = load_engine(request(folder, tmp_path, team=team, seats=seats), SIGNALS).engine
     assert isinstance(span, LedSpan)
@@ -127,22 +116,44 @@ def test_a_team_on_a_card_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_engine(request(tmp_path, tmp_path), SIGNALS)
 
 
-def test_auto_computes_alone_where_a_team_is_no_quicker(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sum_s", "alone_s", "team_s", "said"),
+    [
+        (9.0, 2.0, 1.0, r"a token takes 2000\.0 ms alone, and would take 3\d+\.\d in the best team$"),
+        (0.0, 2.0, 3.0, r"alone: a token takes 2000\.0 ms .* and took 3000\.0 when it was tried$"),
+        (0.0, 2.0, 1.0, r"0\.5:0\.5, of 2 units 1\+1, .*a token takes 2000\.0 ms alone.*; there it takes 1000\.0$"),
+    ],
+    ids=["predicted to be slower", "found to be slower", "quicker"],
+)
+def test_auto_takes_what_is_quicker(
+    sum_s: float, alone_s: float, team_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
-    asked = request(folder, tmp_path, team=(), team_mode="auto", compiled=False)
-    loaded = load_engine(asked, SIGNALS)
-    assert not isinstance(loaded.engine, LedSpan)
-    assert re.match(r"a token takes \d+\.\d ms alone, and (would take \d|every other member)", loaded.description.team)
-    assert not psutil.Process().children()
+    times = SliceTimes(fixed_s=0.0, block_s=0.5, free_bytes=None, sections=((2, 100), (16, 100)), width=64)
+    monkeypatch.setattr(LocalFollowers, "measure", lambda followers: [(times, 0.0), (times, sum_s)])
+    token_s = iter([alone_s, team_s])
+    monkeypatch.setattr(team_engine, "_token_s", lambda loaded: next(token_s))
+    loaded = load_engine(request(folder, tmp_path, team=(), team_mode="auto", compiled=False), SIGNALS)
+    assert re.search(said, loaded.description.team)
+    is_team = said.startswith("0")
+    assert isinstance(loaded.engine, LedSpan) == is_team
+    assert len(psutil.Process().children()) == is_team
+    assert operations_error(loaded.engine).error < 1e-5  # type: ignore[arg-type]
+
+
+def test_auto_measures_the_members_that_are_there(tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
+    loaded = load_engine(request(folder, tmp_path, team=(), team_mode="auto", compiled=False), SIGNALS)
+    assert re.search(r"a token takes \d+\.\d ms alone, and (would take \d|every other member)", loaded.description.team)
     only_one = load_engine(request(folder, tmp_path, team=(), team_mode="auto", threads=1), SIGNALS)
     assert only_one.description.team == "alone: there is one processor, and no other member"
 
 
 def test_auto_makes_a_team_of_members_that_have_room_only_together(
-    far: Callable[[Path, int], list[FarFollower]], tmp_path: Path
+    far: Callable[[LoadSpan, int], list[FarFollower]], tmp_path: Path
 ) -> None:
     folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
-    (follower,) = far(folder, 1)
+    (follower,) = far(request(folder, tmp_path, team=(), threads=1), 1)
     n_bytes = int(1.3 * measure_memory().free_bytes)  # the blocks are small: what they are said to take counts
     asked = request(
         folder, tmp_path, team=(1.0, 1.0), team_mode="auto", seats=(follower.seat(),), n_bytes=n_bytes, threads=1
