@@ -433,6 +433,7 @@ def _check_serve(serve: Serve) -> None:
     if not re.fullmatch(r"[a-z]*(:\d+)?", serve.device):
         raise ConfigError(f"device is for example cpu or cuda:1, or vulkan for GGUF, not {serve.device!r}")
     _ = serve.span
+    _ = serve.members
     _check_peers("team_peers", serve.team_peers)
     n_peers = len(split(serve.team_peers))
     if serve.team_mode == "whole" and not n_peers:

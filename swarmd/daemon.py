@@ -59,7 +59,7 @@ from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
 from swarmd.node.serving.trials import Trials
-from swarmd.node.teams.following import Following
+from swarmd.node.teams.following import TeamsFollowed
 from swarmd.node.worker.worker_link import WORKER, Prestarted, Starter
 from swarmd.protocol.membership.catalog import AdmittedMember, Catalog
 from swarmd.protocol.membership.identity import Identity
@@ -174,7 +174,7 @@ class Daemon:
             spill_folder=str(home.folder) if home else "",
         )
         self.hosts = Hosts(hosting_services)
-        self.following = Following(config, self.store, self.presence, services.hosts, hosting_services.spill_folder)
+        self.following = TeamsFollowed(config, self.store, self.presence, services.hosts, hosting_services.spill_folder)
         self.prober = Prober(hosting_services, self.hosts)
         self.gateway = _gateway_of(home, config)
         self.reachability = _reachability_of(member, services, self.rpc, self.directory, config)

@@ -26,7 +26,7 @@ from swarmd.node.members.reachability import Reachability
 from swarmd.node.serving.choosing import HostingServices
 from swarmd.node.serving.hosts import Hosts
 from swarmd.node.serving.prober import Prober
-from swarmd.node.teams.following import Following
+from swarmd.node.teams.following import TeamsFollowed
 from swarmd.plan.chains.placement import find_rescues
 from swarmd.plan.chains.routing import Route, RouteQuery, best_alternative, best_route, gather_trips
 from swarmd.plan.chains.view import SwarmView
@@ -43,7 +43,7 @@ class DaemonParts:
 
     services: HostingServices
     hosts: Hosts
-    following: Following
+    following: TeamsFollowed
     runs: Runs
     health: Health
     prober: Prober

@@ -25,8 +25,7 @@ from swarmd.compute.llama_cpp.cut_rules import Cut, plan_cut
 from swarmd.compute.llama_cpp.devices import Device, find_device
 from swarmd.compute.llama_cpp.library import PACKAGE, VERSION
 from swarmd.compute.llama_cpp.packed import PackedFolder
-from swarmd.compute.serving.absent_abilities import NoAdapters, NoFineTuning
-from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
+from swarmd.compute.serving.engine import LoadedEngine, LoadSignals, NoAdapters, NoFineTuning
 from swarmd.compute.serving.llama_sequences import PrivatePool, SequenceCache, SequencePool, StateBytes
 from swarmd.compute.serving.rates import first_rates
 from swarmd.errors import ConfigError

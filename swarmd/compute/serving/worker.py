@@ -1,4 +1,4 @@
-"""The worker process: tensors and no network. It loads an engine and computes what its daemon sends, pass by pass.
+"""The worker process: tensors, no network but a team's links. It loads an engine and computes what its daemon sends.
 
 Started by the daemon (``node.worker.worker_link``) with one end of a Unix socketpair. It ends when the
 socket does. What goes wrong with an op is answered with a refusal; what goes wrong with the load ends the worker.

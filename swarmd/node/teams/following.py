@@ -41,7 +41,7 @@ Team = tuple[PeerId, ModelId, Span]
 
 
 @dataclass(slots=True)
-class Membership:
+class TeamPlace:
     """This machine's part in one team; ``scope`` ends it. ``is_told``: its leader has heard of the seat."""
 
     slot: int
@@ -58,7 +58,7 @@ class Membership:
 #     asked again after that: the team begins anew, so the process of the one before ends
 #
 # The process ends by itself when its leader's link does.
-class Following:
+class TeamsFollowed:
     """See the module. ``hosts``: where workers of other machines dial this one's."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Following:
         self._spill_folder = spill_folder
         self._start = start
         self._tasks = Tasks()
-        self._teams: dict[Team, Membership] = {}
+        self._teams: dict[Team, TeamPlace] = {}
         self._why_not = ""
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -117,7 +117,7 @@ class Following:
         await channel.send(SeatIs(membership.ticket, message.id))
         return True
 
-    def _begin(self, team: Team, hold_bytes: int) -> Membership:
+    def _begin(self, team: Team, hold_bytes: int) -> TeamPlace:
         """Begin, or begin anew, to follow. Raises Refused."""
         before = self._teams.pop(team, None)
         if before is not None:
@@ -126,11 +126,11 @@ class Following:
             raise Refused(Code.NO_CAPACITY, f"it follows in {MOST_TEAMS} teams")
         taken = {membership.slot for membership in self._teams.values()}
         slot = next(slot for slot in range(MAX_HOSTED, MAX_HOSTED + MOST_TEAMS) if slot not in taken)
-        membership = self._teams[team] = Membership(slot, "it fetches the blocks")
+        membership = self._teams[team] = TeamPlace(slot, "it fetches the blocks")
         self._tasks.start_soon(self._follow, team, membership, hold_bytes)
         return membership
 
-    async def _follow(self, team: Team, membership: Membership, hold_bytes: int) -> None:
+    async def _follow(self, team: Team, membership: TeamPlace, hold_bytes: int) -> None:
         """Have the blocks here, and a process that follows, until that ends."""
         with membership.scope:
             try:
@@ -145,7 +145,7 @@ class Following:
         if self._teams.get(team) is membership and (membership.is_told or membership.refusal is None):
             del self._teams[team]
 
-    async def _prepare(self, team: Team, membership: Membership, hold_bytes: int) -> FollowTeam:
+    async def _prepare(self, team: Team, membership: TeamPlace, hold_bytes: int) -> FollowTeam:
         """What its process is asked, once the blocks are on the disk. Raises SwarmError."""
         _, model, span = team
         supply = self._store.supply
@@ -173,7 +173,7 @@ class Following:
         )
         return FollowTeam(load, self._hosts)
 
-    async def _run_process(self, request: FollowTeam, membership: Membership) -> None:
+    async def _run_process(self, request: FollowTeam, membership: TeamPlace) -> None:
         """Run a process to its end. Raises Refused where that comes before others could dial it."""
         membership.text = "its process starts"
         process = self._start(FOLLOWER)

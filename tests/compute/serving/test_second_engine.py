@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.serving.absent_abilities import NoAdapters, NoFineTuning
-from swarmd.compute.serving.engine import Engine, LoadedEngine, LoadSignals
+from swarmd.compute.serving.engine import Engine, LoadedEngine, LoadSignals, NoAdapters, NoFineTuning
 from swarmd.compute.serving.engines import EngineKind, load_engine
 from swarmd.compute.serving.worker import Worker
 from swarmd.errors import ConfigError
