@@ -17,6 +17,9 @@ def written(folder: Path, text: str) -> Path:
     return folder
 
 
+PEER = "12D3KooWDcjXRCVv1RS5euPvwYo7cJdrUyaY9JduQw58jGgVm3Ei"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -34,6 +37,14 @@ def written(folder: Path, text: str) -> Path:
         ('[gateway]\nhead = "int4"', "gateway.head is one of own, int8"),
         ('team = "1:0"', "what each is worth, not '1:0'"),
         ('team = "one:two"', "team is auto, whole, or for example 1:1 or 1:2:6"),
+        ('team_peers = "me"', "team_peers lists peer ids"),
+        ('follow = "me"', "follow lists peer ids"),
+        (
+            f'team = "1:2:6"\nteam_peers = "{PEER}"',
+            "1 team_peers are worth, as 1:1 does",
+        ),
+        (f'team_peers = "{PEER}"', "1 team_peers are worth"),
+        ('team = "whole"', "team whole shares long prompts with team_peers: name them"),
         ('team = "1::2"', "team is auto, whole, or for example 1:1 or 1:2:6"),
         ('device = "cuda:x"', "device is for example cpu or cuda:1"),
         ('blocks = "4:2"', "START:END with START < END"),
