@@ -25,7 +25,7 @@ import msgspec
 import trio
 
 from swarmd.cgroups import memory_kills
-from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmUnavailable
+from swarmd.errors import Code, Refused, RemoteProtocolError, SwarmError, SwarmUnavailable
 from swarmd.net.api import TaskStatus
 from swarmd.node.worker.forkserver import VARIABLE, ForkedProcess
 from swarmd.node.worker.frame_queue import FrameQueue
@@ -378,10 +378,14 @@ class WorkerLink:
         return end
 
     async def _complete_request(self) -> LoadSpan:
-        """What this start of a worker is asked."""
+        """What this start of a worker is asked. Raises WorkerLost."""
         if self._prepare is None:
             return self._request
-        prepared = await self._prepare(self._request)
+        self._reason = f"getting a team together for blocks [{self._request.start},{self._request.end})"
+        try:
+            prepared = await self._prepare(self._request)
+        except SwarmError as error:
+            raise WorkerLost(f"no team: {error}") from None
         self._prepared = prepared.reason
         return prepared.action
 
