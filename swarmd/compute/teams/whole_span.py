@@ -102,6 +102,8 @@ class WholeSpan(LoadedSpan):
             return Decision(False, "long prompts are not shared: its blocks keep more than plain keys and values")
         self._members = list(members)
         error = self._sharing_error()
+        if not self._members:
+            return Decision(False, "long prompts are not shared: a member was gone at once")
         if not error <= SELF_TEST_TOLERANCE[self.dtype]:
             self._members = []
             return Decision(False, f"long prompts are not shared: what comes of it differs by {error:.2g}")
