@@ -48,7 +48,9 @@ def parse_team(weights: str) -> tuple[float, ...]:
             f"team is auto, whole, or for example 1:1 or 1:2:6, up to {MOST_MEMBERS} members with what each is worth, "
             f"not {weights!r}"
         )
-    return tuple(map(float, parts)) if len(parts) > 1 else ()
+    if len(parts) == 1:
+        raise ConfigError(f"a team has two members at least, as 1:1 has, not {weights!r}")
+    return tuple(map(float, parts))
 
 
 def format_of(quantize: str, kv_cache: str) -> str:
@@ -435,7 +437,16 @@ def _check_serve(serve: Serve) -> None:
     _ = serve.span
     _ = serve.members
     _check_peers("team_peers", serve.team_peers)
-    n_peers = len(split(serve.team_peers))
+    peers = split(serve.team_peers)
+    n_peers = len(peers)
+    if n_peers != len({*peers}) or n_peers >= MOST_MEMBERS:
+        raise ConfigError(
+            f"team_peers are up to {MOST_MEMBERS - 1} other members, each once, not {n_peers} with doubles"
+        )
+    if serve.team not in ("", "auto") and serve.device not in ("", "cpu"):
+        raise ConfigError(
+            f"a team computes on processors: device is cpu, or team is auto or empty, not {serve.device!r}"
+        )
     if serve.team_mode == "whole" and not n_peers:
         raise ConfigError("team whole shares long prompts with team_peers: name them")
     if n_peers and serve.team_mode == "weights" and n_peers + 1 != len(serve.members):

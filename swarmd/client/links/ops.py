@@ -74,14 +74,17 @@ def codec_for(swarm: SessionServices, terms: SessionOptions, peers: list[PeerId]
     return choose_codec(requested, terms.grade, terms.dtype, trips, rates, known_to_all)
 
 
-def split_step(step: SentOp, prefill_tokens_per_s: Sequence[float]) -> list[SentOp]:
-    """Make the ops of one step: one for a token, several for a long prompt, so that all hops work at the same time."""
+def split_step(step: SentOp, prefill_tokens_per_s: Sequence[float], n_members: int = 1) -> list[SentOp]:
+    """Make the ops of one step: one for a token, several for a long prompt, so that all hops work at the same time.
+
+    ``n_members``: of the largest team that shares an op.
+    """
     if step.hidden is None or step.positions is None:
         return [step]
     b, t, d = step.hidden.shape
     dtype = str(step.hidden.dtype).removeprefix("torch.")
     fits_frame = max_tokens_per_frame(b, d, dtype, MAX_OP_BYTES)
-    n_tokens = min(fits_frame, tokens_of_op(b, t, prefill_tokens_per_s))
+    n_tokens = min(fits_frame, tokens_of_op(b, t, prefill_tokens_per_s, n_members))
     parts = []
     for number, offset in enumerate(range(0, t, n_tokens)):
         window = slice(offset, offset + n_tokens)

@@ -31,6 +31,7 @@ from swarmd.errors import (
 )
 from swarmd.plan.trust.blame import Blame
 from swarmd.plan.trust.standing import Fault
+from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
@@ -99,9 +100,16 @@ class Chain:
 
     def prefill_speeds(self) -> list[float]:
         """Tokens a second that each hop's server says it prefills; 0 where it says nothing."""
+        return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in self._records()]
+
+    def most_members(self) -> int:
+        """How many members the largest team of its hops has; 1 where all compute alone."""
+        return 1 + max((len(record.team) for record in self._records() if record), default=0)
+
+    def _records(self) -> list[SpanRecord | None]:
+        """What each hop's server announces."""
         spans = {span.peer: span for span in self.swarm.view().serving(self.terms.model)}
-        records = [spans.get(link.hop.peer) for link in self.links]
-        return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in records]
+        return [spans.get(link.hop.peer) for link in self.links]
 
     # --- what is wrong with hops -----------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class ChainSession:
         step_op = self._next_op(step)
         first = step_op.seq
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
-        parts = split_step(step_op, () if is_exact else self.chain.prefill_speeds())
+        parts = split_step(step_op, () if is_exact else self.chain.prefill_speeds(), self.chain.most_members())
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
             n_following = sum(part.n_kept for part in parts[n_sent:])

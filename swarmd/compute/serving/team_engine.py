@@ -40,28 +40,40 @@ COMPILING_S = 0.1  # between looks whether that is done
 
 
 def takes_team(request: LoadSpan) -> bool:
-    """Are the blocks to be computed by several processes?"""
-    return len(request.team) > 1 or request.team_mode == "auto"
+    """Are the blocks to be computed by several processes? Not where a team is to be found out and cannot be."""
+    if request.team_mode == "auto":
+        return not _why_no_team(request)
+    return len(request.team) > 1
 
 
 def load_team(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
     """Load slices of the blocks here, and in processes that follow this one. Raises ConfigError."""
-    if pick_device(request.device) != "cpu":
-        raise ConfigError("a team computes on processors: say device = cpu, or no team")
-    if read_config(Path(request.path))["model_type"] == PACKED:
-        raise ConfigError('GGUF models at their own bits are not computed by teams: say team = ""')
+    if why := _why_no_team(request):
+        raise ConfigError(why)
     request = msgspec.structs.replace(request, spill_folder=str(spill_folder(request)))
     if request.team_mode == "auto":
         return _load_quickest(request, signals)
-    if request.team_mode == "whole":
-        return _load_whole(request, signals)
     followers = _start(request)
     try:
-        followers.take(request.team)
+        if len(followers.weights) < 2:
+            return _load_alone(request, signals, "; ".join(("alone", *followers.missing)))
+        followers.take(followers.weights)
+        if request.team_mode == "whole":
+            assert isinstance(followers, FarFollowers)
+            return _share_prompts(request, signals, followers)
         return _lead(request, signals, followers, "")
     except BaseException:
         followers.close()
         raise
+
+
+def _why_no_team(request: LoadSpan) -> str:
+    """Why these blocks cannot be computed by several processes; empty if they may be. Raises ConfigError."""
+    if pick_device(request.device) != "cpu":
+        return "a team computes on processors: say device = cpu, or no team"
+    if read_config(Path(request.path))["model_type"] == PACKED:
+        return 'GGUF models at their own bits are not computed by teams: say team = ""'
+    return ""
 
 
 def _start(request: LoadSpan) -> Followers:
@@ -76,7 +88,7 @@ def _lead(request: LoadSpan, signals: LoadSignals, followers: Followers, reason:
     description = msgspec.structs.replace(
         description,
         kernels=f"a team of {len(followers.weights)}: each computes a slice of every block",
-        team=f"{describe_slices(span.slicing)}{f'; {reason}' if reason else ''}",
+        team="; ".join(filter(None, (describe_slices(span.slicing), reason or "; ".join(followers.missing)))),
         seats=followers.seats,
         cache_tokens=span.tokens_that_fit(description.cache_bytes_per_token),
     )
@@ -88,23 +100,21 @@ def _lead(request: LoadSpan, signals: LoadSignals, followers: Followers, reason:
     )
 
 
-def _load_whole(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
-    """Load all of the blocks here, and at members who share long prompts. Raises ConfigError or TeamBroken."""
-    followers = FarFollowers(request)
-    try:
-        followers.take(request.team)
-        loaded = load_torch_engine(request, signals, partial(load_span, kind=WholeSpan))
-        span = loaded.engine
-        assert isinstance(span, WholeSpan)
-        followers.wait_until_ready()
-        sharing = span.share_with(followers.links)
-    except BaseException:
-        followers.close()
-        raise
+def _share_prompts(request: LoadSpan, signals: LoadSignals, followers: FarFollowers) -> LoadedEngine:
+    """Load all of the blocks here, while members do who share long prompts. Raises ConfigError or TeamBroken."""
+    loaded = load_torch_engine(request, signals, partial(load_span, kind=WholeSpan))
+    span = loaded.engine
+    assert isinstance(span, WholeSpan)
+    free_bytes = followers.wait_until_ready()
+    sharing = span.share_with(followers.links)
+    said = "; ".join((sharing.reason, *followers.missing))
     if not sharing.action:
         followers.close()
-        return _with(loaded, team=sharing.reason)
-    description = msgspec.structs.replace(loaded.description, team=sharing.reason, seats=followers.seats)
+        return _with(loaded, team=said)
+    cache_tokens = min(free_bytes) // 2 // loaded.description.cache_bytes_per_token  # of copies at members
+    description = msgspec.structs.replace(
+        loaded.description, team=said, seats=followers.seats, cache_tokens=max(1, cache_tokens)
+    )
     return replace(loaded, description=description)
 
 
@@ -132,12 +142,17 @@ def _load_quickest(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
     try:
         alone, alone_s = _measure_alone(request, signals)
         choice = _choose(followers, request, alone_s)
-        if not choice.action.weights:
+        weights = choice.action.weights
+        if not weights:
             followers.close()
             return _with(alone, team=choice.reason) if alone else _load_alone(request, signals, choice.reason)
         del alone
         gc.collect()  # its weights make room for slices
-        followers.take(choice.action.weights)
+        if 0 in weights and not request.seats:  # processes of one machine are as many as there are weights
+            followers.close()
+            weights = tuple(weight for weight in weights if weight)
+            followers = LocalFollowers(request, weights)
+        followers.take(weights)
         team = _lead(request, signals, followers, choice.reason)
     except BaseException:
         followers.close()
@@ -167,11 +182,19 @@ def _measure_alone(request: LoadSpan, signals: LoadSignals) -> tuple[LoadedEngin
 
 
 def _choose(followers: Followers, request: LoadSpan, alone_s: float | None) -> Decision[TeamChoice]:
-    """Measure all, and choose."""
-    measured = followers.measure()
+    """Measure all who are there, and choose. Raises TeamBroken."""
+    alone = TeamChoice((), alone_s or 0.0)
+    missing = [f"; {reason}" for reason in followers.missing]
+    if len(followers.weights) < 2:
+        return Decision(alone, "".join(("alone", *missing)))
+    try:
+        measured = followers.measure()
+    except ConfigError as error:
+        return Decision(alone, f"alone: {error}")
     members = [MemberSpeed(each.fixed_s, each.block_s, sum_s, each.free_bytes) for each, sum_s in measured]
     shape = BlockShape(measured[0][0].sections, request.end - request.start, request.n_bytes)
-    return choose_team(members, shape, alone_s, members[0].free_bytes)
+    choice = choose_team(members, shape, alone_s, members[0].free_bytes)
+    return Decision(choice.action, "".join((choice.reason, *missing)))
 
 
 def _token_s(loaded: LoadedEngine) -> float:

@@ -20,21 +20,23 @@ PATIENCE_S = 3.0  # for a part of a sum: at 4 s the daemon takes the leader for 
 
 
 class FarFollowers:
-    """Members at the seats of a request, with a link to each. Raises TeamBroken where one cannot be reached."""
+    """Members at the seats of a request, with a link to each that can be reached; why others cannot is ``missing``."""
 
     def __init__(self, request: LoadSpan) -> None:
-        self.weights = tuple(request.team)
         self._request = request
-        self.seats = tuple(range(len(request.seats)))
+        self.missing: list[str] = []
         self.links: list[Link] = []
-        try:
-            for member, seat in enumerate(request.seats, 1):
-                self.links.append(dial(seat, member, me=0))
-        except TeamBroken:
-            self.close()
-            raise
+        seats = []
+        for number, seat in enumerate(request.seats):
+            try:
+                self.links.append(dial(seat, number + 1, me=0))
+                seats.append(number)
+            except TeamBroken as error:
+                self.missing.append(str(error))
         for link in self.links:
             link.set_patience(LOADING_S)
+        self.seats = tuple(seats)
+        self.weights = (request.team[0], *(request.team[1 + number] for number in seats))
         self.sums: Adding = self._sums_of(self.links)
 
     def measure(self) -> list[tuple[SliceTimes, float]]:
@@ -42,23 +44,26 @@ class FarFollowers:
         n = 1 + len(self.links)
         for member, link in enumerate(self.links, 1):
             link.send(FrameKind.ORDER, 0, encode(Measure(self._request, member, n)))
-        found = [(measure_slices(self._request, n, has_own_memory=True), 0.0)]
+        own = measure_slices(self._request, n, has_own_memory=True)
+        found = [(own, 0.0)]
         for link in self.links:
             times = read_times(self._expect(link, FrameKind.MEASURED)[1])
-            found.append((times, time_sums(self._sums_of([link]), times.width, DTYPES[self._request.dtype])))
+            if times.width != own.width:
+                raise TeamBroken(f"{link.name} of the team has rows of {times.width} numbers, not {own.width}")
+            found.append((times, time_sums(self._sums_of([link]), own.width, DTYPES[self._request.dtype])))
         return found
 
     def take(self, weights: Sequence[float]) -> None:
         """See Followers."""
-        taken = [number for number, weight in enumerate(weights[1:]) if weight]
-        for number, link in enumerate(self.links):
-            if number not in taken:
+        taken = [index for index, weight in enumerate(weights[1:]) if weight]
+        for index, link in enumerate(self.links):
+            if index not in taken:
                 link.close()
-        self.links = [self.links[number] for number in taken]
-        self.seats = tuple(taken)
-        self.weights = (weights[0], *(weights[1 + number] for number in taken))
+        self.links = [self.links[index] for index in taken]
+        self.seats = tuple(self.seats[index] for index in taken)
+        self.weights = (weights[0], *(weights[1 + index] for index in taken))
         self.sums = self._sums_of(self.links)
-        seats = tuple(self._request.seats[number] for number in taken)
+        seats = tuple(self._request.seats[number] for number in self.seats)
         for member, link in enumerate(self.links, 1):
             link.send(FrameKind.ORDER, 0, encode(Take(self._request, member, self.weights, seats)))
 

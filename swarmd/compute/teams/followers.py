@@ -14,12 +14,14 @@ class Followers(Protocol):
     """Members who do what they are told, in the order in which they are told so.
 
     First they may be measured, then those who are taken load their slices. ``weights`` are what the members of the team
-    are worth, the leader first; ``sums`` is the leader's side of them. ``seats``: which seats of the request are taken.
+    are worth, the leader first; ``sums`` is the leader's side of them. ``seats``: which seats of the request they have;
+    ``missing``: why others have not come.
     """
 
     weights: tuple[float, ...]
     sums: Adding
     seats: tuple[int, ...]
+    missing: list[str]
 
     def measure(self) -> list[tuple[SliceTimes, float]]:
         """Have each measure slices of a block, the leader first, and seconds of a sum. Raises TeamBroken."""

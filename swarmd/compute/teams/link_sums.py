@@ -13,11 +13,10 @@ from functools import reduce
 import torch
 
 from swarmd.compute.teams.links import FrameKind, Link, receive_part
-from swarmd.compute.teams.sums import TeamBroken
+from swarmd.compute.teams.sums import OF_ONE_PASS, TeamBroken
 from swarmd.wire.tensors import raw_bytes
 
 PIECE_BYTES = 1 << 16  # that are on their way at once: two, of at least 200 KiB that Linux keeps
-OF_ONE_PASS = 1 << 32  # numbers of sums; each pass begins at a multiple, so that what one before has left is seen
 
 
 class LinkSums:

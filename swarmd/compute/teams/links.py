@@ -11,12 +11,13 @@ import hmac
 import os
 import select
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
 from enum import IntEnum
 
-from swarmd.compute.teams.sums import TeamBroken
+from swarmd.compute.teams.sums import PassGivenUp, TeamBroken
 from swarmd.protocol.wire.teams import TeamSeat
 from swarmd.protocol.wire.tickets import TOKEN_BYTES, DialTicket
 from swarmd.wire.pinned_tls import check_shown, dialling_context, listening_context, tune_socket
@@ -58,6 +59,13 @@ class Link:
         """Wait for so long at most whenever something is sent or read; None: for as long as the connection lasts."""
         self._connection.settimeout(seconds)
 
+    def has_frame(self, within_s: float) -> bool:
+        """Is there something to receive, or will there be so soon?"""
+        if isinstance(self._connection, ssl.SSLSocket) and self._connection.pending():
+            return True
+        readable, _, _ = select.select([self._connection], [], [], within_s)
+        return bool(readable)
+
     def send(self, kind: FrameKind, number: int, data: bytes | memoryview) -> None:
         """Send one frame."""
         try:
@@ -91,10 +99,6 @@ class Link:
         if isinstance(error, TimeoutError):
             return TeamBroken(f"{self.name} of the team has given nothing for {self._connection.gettimeout():.0f} s")
         return TeamBroken(f"{self.name} of the team is gone ({error})")
-
-
-class PassGivenUp(RuntimeError):
-    """The leader computes something else: the pass has failed there."""
 
 
 def receive_part(link: Link, number: int, orders: list[bytearray]) -> bytearray:

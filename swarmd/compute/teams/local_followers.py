@@ -30,6 +30,7 @@ class LocalFollowers:
     def __init__(self, request: LoadSpan, weights: Sequence[float]) -> None:
         self.weights = tuple(weights)
         self.seats: tuple[int, ...] = ()
+        self.missing: list[str] = []
         self._request = request
         self._n = len(weights)
         memory = make_shared(self._n)

@@ -33,6 +33,7 @@ LEAST_S = 1e-7  # of what shrinks with a slice: less is noise
 
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+BlockSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=3600)]
 Number = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -44,7 +45,7 @@ class SliceTimes(msgspec.Struct, frozen=True, array_like=True):
     """
 
     fixed_s: Seconds
-    block_s: Seconds
+    block_s: BlockSeconds
     free_bytes: Annotated[int, msgspec.Meta(ge=0)] | None
     sections: tuple[tuple[Number, Number], ...]
     width: Number

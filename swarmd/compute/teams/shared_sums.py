@@ -22,7 +22,7 @@ from functools import reduce
 import numpy as np
 import torch
 
-from swarmd.compute.teams.sums import TeamBroken
+from swarmd.compute.teams.sums import OF_ONE_PASS, PassGivenUp, TeamBroken
 from swarmd.errors import ConfigError
 
 ORDERED = ("x86_64", "AMD64")  # processors whose stores others see in the order in which they were made
@@ -68,6 +68,7 @@ class SharedSums:
 
     def begin(self) -> int:
         """Begin a pass, at the leader; returns what members have to ``align`` to."""
+        self.n_given = (self.n_given // OF_ONE_PASS + 1) * OF_ONE_PASS
         return self.n_given
 
     def align(self, n_given: int) -> None:
@@ -91,7 +92,7 @@ class SharedSums:
         return reduce(torch.add, self._places[:, place, :n].unbind())
 
     def _wait(self) -> None:
-        """Wait until all have given their part to this sum. Raises TeamBroken."""
+        """Wait until all have given their part to this sum. Raises TeamBroken, or PassGivenUp at a follower."""
         n_looks, begun, looked_at = 0, 0.0, 0.0
         while (self._counts < self.n_given).any():
             n_looks += 1
@@ -109,3 +110,5 @@ class SharedSums:
                 if is_late or not self._is_whole():
                     reason = f"has given nothing for {MOST_WAIT_S:.0f} s" if is_late else "is gone"
                     raise TeamBroken(f"a member of the team {reason}: what it computes a part of is computed again")
+        if self._counts[0] // OF_ONE_PASS > self.n_given // OF_ONE_PASS:
+            raise PassGivenUp("the leader has begun another pass")

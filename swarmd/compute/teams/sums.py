@@ -18,6 +18,13 @@ class TeamBroken(SwarmError):
     """A member of the team is gone: its part of a sum will never come."""
 
 
+class PassGivenUp(RuntimeError):
+    """The leader computes something else: the pass has failed there."""
+
+
+OF_ONE_PASS = 1 << 32  # numbers of sums; each pass begins at a multiple, so that what one before has left is seen
+
+
 class Adding(Protocol):
     """How members of a team add up what each of them has. All have to take part, in the same order of sums."""
 

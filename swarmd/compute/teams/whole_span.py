@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from swarmd.compute.passes.backend import RaggedBackend
 from swarmd.compute.passes.family import PROBE_ERRORS
 from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.span import SELF_TEST_TOLERANCE, LoadedSpan, LoadOptions
-from swarmd.compute.teams.links import FrameKind, Link, PassGivenUp
+from swarmd.compute.teams.links import FrameKind, Link
 from swarmd.compute.teams.orders import (
     Forget,
     KeepCopy,
@@ -35,13 +36,17 @@ from swarmd.compute.teams.orders import (
     write_numbers,
 )
 from swarmd.compute.teams.row_exchange import RowExchange
-from swarmd.compute.teams.sums import TeamBroken
+from swarmd.compute.teams.sums import PassGivenUp, TeamBroken
 from swarmd.plan.teams.slices import slices
 from swarmd.values import Decision, Span
 
 logger = logging.getLogger(__name__)
 
 LEAST_ROWS = 32  # new tokens of each member: fewer are bound by reading the weights, which all of them do
+PATIENCE_S = 3.0  # for a member that is done no sooner, beside AS_LONG times what the leader took for its own rows
+AS_LONG = 2.0  # a machine that is half as fast, or busy
+LOOK_EVERY_S = 0.3  # while a member computes
+FORGOTTEN_AT_ONCE = 8  # copies that are told of together
 COPIED_AT_ONCE = 1_024  # tokens of a layer: 8 MB where heads are many and wide
 PROBE_PAST = 5  # tokens before those that are shared in the self-test
 
@@ -53,6 +58,7 @@ class CopiedCache(SpanCache):
         super().__init__(*settings)
         self.number = number
         self.n_copied = 0
+        self.has_longer_copy = False  # what was taken back here is still there
         self.n_rows = 0
         self._span = span
 
@@ -64,6 +70,7 @@ class CopiedCache(SpanCache):
         """See SpanCache."""
         super().crop(n_tokens)
         self.n_copied = min(self.n_copied, int(self.owned[0].get_seq_length()))
+        self.has_longer_copy = True
 
     def reorder(self, rows: torch.Tensor) -> None:
         """See SpanCache."""
@@ -151,10 +158,10 @@ class WholeSpan(LoadedSpan):
         """See LoadedSpan. The longest piece is shared, if it is long enough."""
         hop = hop or self.span
         longest = max(pieces, key=lambda piece: piece.hidden.shape[1])
-        if not self._can_share(pieces, longest):
-            return super().run(pieces, hop)
         try:
-            return self._run_shared(list(pieces), longest, hop)
+            self._tell_forgotten()
+            if self._can_share(pieces, longest):
+                return self._run_shared(list(pieces), longest, hop)
         except TeamBroken as error:
             logger.warning("%s: the leader goes on alone", error)
             for member in self._members:
@@ -162,7 +169,13 @@ class WholeSpan(LoadedSpan):
             self._members = []
             for piece in pieces:
                 _forget_new_tokens(piece)
-            return super().run(pieces, hop)
+        return super().run(pieces, hop)
+
+    def _tell_forgotten(self) -> None:
+        """Have members give up copies of caches that are no more, now and then."""
+        if len(self.forgotten) >= FORGOTTEN_AT_ONCE:
+            forgotten, self.forgotten = self.forgotten, []
+            _tell(self._members, Forget(forgotten))
 
     def _can_share(self, pieces: Sequence[SessionTokens], longest: SessionTokens) -> bool:
         n_members = 1 + len(self._members)
@@ -182,15 +195,26 @@ class WholeSpan(LoadedSpan):
         links = dict(enumerate(self._members, 1))
         exchange = RowExchange(links, 0, first, n_rows, number, [])
         at = next(index for index, piece in enumerate(pieces) if piece is shared)
+        begun = time.monotonic()
         outs = run_with(self, self.ragged, exchange, [*pieces[:at], first, *pieces[at + 1 :]], hop)
+        took_s = time.monotonic() - begun
         parts = [outs[at]]
-        for member in links:
+        for member, link in links.items():
+            self._wait_for(link, PATIENCE_S + AS_LONG * took_s)
             exchange.take_back(member)
             parts.append(exchange.outputs_of(member))
-            self.on_block()
         outs[at] = torch.cat(parts, 1)
         cache.n_copied = shared.n_past + shared.hidden.shape[1]
         return outs
+
+    def _wait_for(self, member: Link, most_s: float) -> None:
+        """Wait for a member to be done with its rows, and show signs of life meanwhile. Raises TeamBroken."""
+        deadline = time.monotonic() + most_s
+        while not member.has_frame(LOOK_EVERY_S):
+            self.on_block()
+            if time.monotonic() > deadline:
+                raise TeamBroken(f"{member.name} of the team has given nothing for {most_s:.0f} s")
+        self.on_block()
 
     def _order_rows(self, shared: SessionTokens, hop: Span, number: int, n_rows: Sequence[int]) -> None:
         """Tell each member which rows are its, and what its copy of the cache lacks."""
@@ -217,12 +241,10 @@ class WholeSpan(LoadedSpan):
             _tell([member], order)
 
     def _copy_tokens(self, cache: CopiedCache, hop: Span, n_past: int) -> None:
-        """Have members' copies of a cache hold so many tokens, and give up those of caches that are no more."""
-        if self.forgotten:
-            forgotten, self.forgotten = self.forgotten, []
-            _tell(self._members, Forget(forgotten))
-        if cache.n_copied == n_past and n_past:
+        """Have members' copies of a cache hold so many tokens."""
+        if n_past and cache.n_copied == n_past and not cache.has_longer_copy:
             return
+        cache.has_longer_copy = False
         _tell(self._members, KeepCopy(cache.number, hop, cache.n_copied))
         for start in range(cache.n_copied, n_past, COPIED_AT_ONCE):
             for number, layer in enumerate(cache.owned):

@@ -6,6 +6,7 @@ blocks are here, then a process is started that the leader's worker dials.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 FOLLOWER = "swarmd.compute.teams.far_follower"
 MOST_TEAMS = 4  # that this machine follows in at once, each in a process
+REFUSED_FOR_S = 5.0  # why it cannot follow is told to a leader who asks again so soon
 COMING_S = 0.5  # after which a leader asks again for a seat that is being made
 
 Team = tuple[PeerId, ModelId, Span]
@@ -79,6 +81,7 @@ class TeamsFollowed:
         self._start = start
         self._tasks = Tasks()
         self._teams: dict[Team, TeamPlace] = {}
+        self._slots = itertools.count(MAX_HOSTED)  # of the store, none twice: one before may still be on its way out
         self._why_not = ""
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -122,11 +125,9 @@ class TeamsFollowed:
         before = self._teams.pop(team, None)
         if before is not None:
             before.scope.cancel()
-        if len(self._teams) >= MOST_TEAMS:
+        if sum(membership.refusal is None for membership in self._teams.values()) >= MOST_TEAMS:
             raise Refused(Code.NO_CAPACITY, f"it follows in {MOST_TEAMS} teams")
-        taken = {membership.slot for membership in self._teams.values()}
-        slot = next(slot for slot in range(MAX_HOSTED, MAX_HOSTED + MOST_TEAMS) if slot not in taken)
-        membership = self._teams[team] = TeamPlace(slot, "it fetches the blocks")
+        membership = self._teams[team] = TeamPlace(next(self._slots), "it fetches the blocks")
         self._tasks.start_soon(self._follow, team, membership, hold_bytes)
         return membership
 
@@ -136,13 +137,13 @@ class TeamsFollowed:
             try:
                 request = await self._prepare(team, membership, hold_bytes)
                 await self._run_process(request, membership)
-            except Refused as error:
-                membership.refusal = error
             except SwarmError as error:
-                membership.refusal = Refused(Code.NOT_HELD, str(error))
+                membership.refusal = error if isinstance(error, Refused) else Refused(Code.NOT_HELD, str(error))
             finally:
                 self._store.release(membership.slot)
-        if self._teams.get(team) is membership and (membership.is_told or membership.refusal is None):
+            if membership.refusal is not None:
+                await trio.sleep(REFUSED_FOR_S)  # till its leader has asked
+        if self._teams.get(team) is membership:
             del self._teams[team]
 
     async def _prepare(self, team: Team, membership: TeamPlace, hold_bytes: int) -> FollowTeam:

@@ -143,15 +143,16 @@ MIN_OP_TOKENS = 64  # of 32 a prompt is there no sooner: they waste the matrix u
 MAX_OP_TOKENS = 2_048  # as much as a pass takes at once, four times
 
 
-def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float]) -> int:
+def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float], n_members: int = 1) -> int:
     """How many tokens of each row a client puts in one op, so that the hops of a chain work at the same time.
 
     An op should take the slowest hop about ``CHUNK_S``: long enough to be worth its way, short enough to fill a
-    pipeline. One hop alone is given everything at once. Ops end where shared beginnings do.
+    pipeline. One hop alone is given everything at once. Ops end where shared beginnings do. ``n_members``
+    of a hop's team share an op: each should have enough of it.
     """
     if len(prefill_tokens_per_s) < 2:
         return t
-    n_tokens = min(MAX_OP_TOKENS, max(MIN_OP_TOKENS, int(min(prefill_tokens_per_s) * CHUNK_S)))
+    n_tokens = min(MAX_OP_TOKENS, max(n_members * MIN_OP_TOKENS, int(min(prefill_tokens_per_s) * CHUNK_S)))
     n_ops = max(1, round(b * t / n_tokens))
     n_even = -(-t // min(n_ops, t))
     return min(t, -(-n_even // BLOCK_TOKENS) * BLOCK_TOKENS)

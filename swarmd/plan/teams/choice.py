@@ -100,18 +100,29 @@ def choose_team(
     order = sorted(range(1, len(members)), key=lambda i: whole_block_s(members[i], shape))
     best: TeamChoice | None = None
     for n_others in range(1, len(members)):
-        chosen = [0, *order[:n_others]]
-        team = [members[i] for i in chosen]
-        shares = balance(team, shape.n_bytes)
-        if shares is None or min(shares) < LEAST_SHARE or min(n for n, _ in shape.sections) < len(team):
+        chosen, shares = _worth_waiting_for(members, [0, *order[:n_others]], shape.n_bytes)
+        if len(chosen) < 2 or min(n for n, _ in shape.sections) < len(chosen):
             continue
-        token_s = predict_token_s(team, shares, shape)
+        token_s = predict_token_s([members[i] for i in chosen], shares, shape)
         if best is None or token_s < best.token_s:
             weights = [0.0] * len(members)
             for i, share in zip(chosen, shares, strict=True):
                 weights[i] = round(share, 3)
             best = TeamChoice(tuple(weights), token_s)
     return _decide(best, alone_s, alone_bytes, shape, len(members))
+
+
+def _worth_waiting_for(
+    members: Sequence[MemberSpeed], chosen: list[int], n_bytes: int
+) -> tuple[list[int], list[float]]:
+    """Those of the chosen ones who get a share that is worth it, and their shares; none where the leader gets none."""
+    while True:
+        shares = balance([members[i] for i in chosen], n_bytes)
+        if shares is None or shares[0] < LEAST_SHARE:
+            return [], []
+        if min(shares) >= LEAST_SHARE:
+            return chosen, shares
+        chosen = [i for i, share in zip(chosen, shares, strict=True) if share >= LEAST_SHARE]
 
 
 def _decide(

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarmd.compute.teams.link_sums import OF_ONE_PASS, PIECE_BYTES, LinkSums
-from swarmd.compute.teams.links import HEAD, MOST_FRAME_BYTES, FrameKind, Link, PassGivenUp, Seat, dial
-from swarmd.compute.teams.sums import TeamBroken
+from swarmd.compute.teams.link_sums import PIECE_BYTES, LinkSums
+from swarmd.compute.teams.links import HEAD, MOST_FRAME_BYTES, FrameKind, Link, Seat, dial
+from swarmd.compute.teams.sums import OF_ONE_PASS, PassGivenUp, TeamBroken
 from swarmd.protocol.wire.teams import TeamSeat
 from swarmd.protocol.wire.tickets import DialTicket
 from swarmd.wire.pinned_tls import listening_context

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -19,14 +20,17 @@ from swarmd.compute.serving.engine import LoadSignals
 from swarmd.compute.serving.engines import load_engine
 from swarmd.compute.teams.led_span import LedSpan
 from swarmd.compute.teams.local_followers import LocalFollowers
-from swarmd.compute.teams.measuring import SliceTimes
+from swarmd.compute.teams.measuring import SliceTimes, read_times
 from swarmd.compute.teams.sums import TeamBroken
+from swarmd.config import TeamMode
 from swarmd.errors import ConfigError, Refused
+from swarmd.protocol.wire.teams import TeamSeat
+from swarmd.protocol.wire.tickets import DialTicket
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.resources import measure_memory
 from swarmd.values import Span
 from tests import checkpoints, families
-from tests.compute.teams.far_team import FarFollower
+from tests.compute.teams.far_team import HOST, FarFollower
 from tests.families import operations_error
 
 SIGNALS = LoadSignals(lambda: None, lambda stage, done, total: None)
@@ -40,6 +44,26 @@ def request(folder: Path, tmp_path: Path, **more: object) -> LoadSpan:
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """By how much tensors differ, beside how large they are."""
     return float((ours - theirs).norm() / theirs.norm())
+
+
+def followers_here() -> set[int]:
+    """Processes that follow this one."""
+    return {child.pid for child in psutil.Process().children() if "swarmd.compute.teams.follower" in child.cmdline()}
+
+
+def check_outputs(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert max(error(a, b) for a, b in zip(ours, theirs, strict=True)) < 1e-5
+
+
+def fail_in_block(span: LoadedSpan, n_blocks: int) -> None:
+    """Have a span run out of memory when it is done with so many blocks."""
+    left = iter([False] * (n_blocks - 1) + [True])
+
+    def on_block() -> None:
+        if next(left, False):
+            raise RuntimeError("no memory")
+
+    span.on_block = on_block
 
 
 def check_gradients(span: LoadedSpan, alone: LoadedSpan) -> None:
@@ -90,18 +114,70 @@ def test_a_teams_sessions_are_those_of_one_process(
         again = SessionTokens(texts[0][:, 3:], torch.arange(3, 5)[None], borrowed, 3)
         return [*first, *engine.run([again])]
 
-    for ours, theirs in zip(run(span), run(alone), strict=True):
-        assert error(ours, theirs) < 1e-5
+    check_outputs(run(span), run(alone))
     odd = SessionTokens(texts[0][..., :9], torch.arange(5)[None], span.new_cache(span.span, 32), 0)
     with pytest.raises(RuntimeError):
         span.run([odd])
-    assert len(run(span)) == 3, "what failed at all members leaves the team as it was"
+    expected = run(alone)
+    check_outputs(run(span), expected)
+    for n_blocks in (1, 2):  # it fails at the leader only, when followers have come so far or further
+        fail_in_block(span, n_blocks)
+        with pytest.raises(RuntimeError, match="no memory"):
+            run(span)
+        span.on_block = lambda: None
+        check_outputs(run(span), expected)
     check_gradients(span, alone)
     with pytest.raises(ConfigError, match="a team's matrices are cut"):
         span.adapters.load("a", [], b"{}")
-    os.kill(followers[0].process.pid if followers else psutil.Process().children()[0].pid, signal.SIGKILL)
+    os.kill(followers[0].process.pid if followers else min(followers_here()), signal.SIGKILL)
     with pytest.raises(TeamBroken):
         run(span)
+
+
+def test_who_cannot_be_reached_is_left_out(far: Callable[[LoadSpan, int], list[FarFollower]], tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
+    (follower,) = far(request(folder, tmp_path, team=(), threads=1), 1)
+    seat = follower.seat()
+    nobody = TeamSeat(HOST, DialTicket(1, seat.ticket.certificate, seat.ticket.token))
+    asked = request(folder, tmp_path, team=(1.0, 2.0, 3.0), seats=(nobody, seat), threads=1, compiled=False)
+    loaded = load_engine(asked, SIGNALS)
+    assert loaded.description.seats == (1,)
+    assert re.search(r"^1:3, .*; member 1 at 127\.0\.0\.1:1 cannot be reached", loaded.description.team)
+    assert operations_error(loaded.engine).error < 1e-5  # type: ignore[arg-type]
+    modes: tuple[TeamMode, ...] = ("weights", "auto", "whole")
+    for mode in modes:
+        alone = load_engine(msgspec.structs.replace(asked, team=(1.0, 2.0), seats=(nobody,), team_mode=mode), SIGNALS)
+        assert alone.description.team.startswith("alone; member 1 at 127.0.0.1:1 cannot be reached")
+        assert operations_error(alone.engine).error < 1e-5  # type: ignore[arg-type]
+
+
+def test_auto_computes_alone_where_no_team_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = families.make_named("gpt2", tmp_path / "gpt2")
+    loaded = load_engine(request(folder, tmp_path, team=(), team_mode="auto", compiled=False), SIGNALS)
+    assert loaded.description.team.startswith("alone: transformers does not say how matrices of gpt2 may be cut")
+    monkeypatch.setattr("swarmd.compute.serving.team_engine.pick_device", lambda device: "cuda:0")
+    on_a_card = load_engine(request(folder, tmp_path, team=(), team_mode="auto", compiled=False), SIGNALS)
+    assert on_a_card.description.team == ""
+
+
+def test_auto_leaves_out_a_slow_part_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
+    times = SliceTimes(fixed_s=0.0, block_s=0.5, free_bytes=None, sections=((2, 100), (16, 100)), width=64)
+    before = followers_here()
+    slow = msgspec.structs.replace(times, fixed_s=90.0)
+    monkeypatch.setattr(team_engine, "count_numa_nodes", lambda: 3)
+    monkeypatch.setattr(LocalFollowers, "measure", lambda followers: [(times, 0.0), (slow, 0.0), (times, 0.0)])
+    token_s = iter([2.0, 1.0])
+    monkeypatch.setattr(team_engine, "_token_s", lambda loaded: next(token_s))
+    loaded = load_engine(request(folder, tmp_path, team=(), team_mode="auto", threads=3, compiled=False), SIGNALS)
+    assert "0.5:0.5, of 2 units 1+1" in loaded.description.team
+    assert "without 1 that would slow it down" in loaded.description.team
+    assert len(followers_here() - before) == 1
+
+
+def test_what_members_say_of_themselves_is_checked() -> None:
+    with pytest.raises(TeamBroken, match="does not say how fast it is"):
+        read_times(msgspec.msgpack.encode((0.0, 0.0, None, ((2, 100),), 64)))
 
 
 def test_a_family_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
@@ -129,6 +205,7 @@ def test_auto_takes_what_is_quicker(
     sum_s: float, alone_s: float, team_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
+    before = followers_here()
     times = SliceTimes(fixed_s=0.0, block_s=0.5, free_bytes=None, sections=((2, 100), (16, 100)), width=64)
     monkeypatch.setattr(LocalFollowers, "measure", lambda followers: [(times, 0.0), (times, sum_s)])
     token_s = iter([alone_s, team_s])
@@ -137,7 +214,7 @@ def test_auto_takes_what_is_quicker(
     assert re.search(said, loaded.description.team)
     is_team = said.startswith("0")
     assert isinstance(loaded.engine, LedSpan) == is_team
-    assert len(psutil.Process().children()) == is_team
+    assert len(followers_here() - before) == is_team
     assert operations_error(loaded.engine).error < 1e-5  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ import trio
 
 from swarmd.config import Config
 from swarmd.errors import Refused, SwarmUnavailable
-from swarmd.node.teams.following import COMING_S, MOST_TEAMS, TeamsFollowed
+from swarmd.node.teams.following import COMING_S, MOST_TEAMS, REFUSED_FOR_S, TeamsFollowed
 from swarmd.plan.owner.restarts import WorkerEnd
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import FrameDecoder
@@ -198,6 +198,35 @@ async def test_what_fails_before_the_leader_came_is_told_and_may_be_tried_again(
         )
         assert refusal.retry_after_s is None
         assert (await machine.ask()).retry_after_s == COMING_S, "the next start of the worker asks again"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_leader_that_never_comes_takes_no_room(autojump_clock: object) -> None:
+    machine = Machine()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(machine.teams.run)
+        for start in range(MOST_TEAMS):
+            await machine.ask(JoinTeam(id=1, model="m", start=start, end=start + 1))
+            await trio.testing.wait_all_tasks_blocked()
+            STARTED[-1].end()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (await machine.ask(JoinTeam(id=1, model="m", start=6, end=7))).retry_after_s == COMING_S
+        await trio.sleep(2 * REFUSED_FOR_S)
+        assert len(machine.teams.snapshot()) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_blocks_stay_held_when_a_leader_begins_anew(autojump_clock: object) -> None:
+    machine = Machine()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(machine.teams.run)
+        for _ in range(40):
+            await machine.ask()
+            await trio.testing.wait_all_tasks_blocked()
+            await STARTED[-1].say(Seated(TICKET))
+            await trio.testing.wait_all_tasks_blocked()
+            assert isinstance(await machine.ask(), SeatIs)
+            assert list(machine.store.held.values()) == [frozenset(range(4))]
         nursery.cancel_scope.cancel()
 
 

@@ -107,6 +107,8 @@ def test_a_prompt_is_cut_so_that_all_hops_work_at_the_same_time() -> None:
     assert tokens_of_op(8, 128, [2_500.0, 2_600.0]) == 16
     assert tokens_of_op(1, 4_000, [1e6, 1e6]) == 2_000
     assert tokens_of_op(1, 12, [2_500.0, 2_500.0]) == 12
+    assert tokens_of_op(1, 6_400, [100.0, 100.0]) == 64
+    assert tokens_of_op(1, 6_400, [100.0, 100.0], n_members=3) == 208, "in blocks of 16"
     assert tokens_of_op(8, 128, [2_500.0]) == 128
     assert tokens_of_op(600, 1, [10.0, 10.0]) == 1
 

@@ -68,6 +68,17 @@ def test_blocks_that_fit_no_member_are_for_all_of_them() -> None:
     assert alone.reason.endswith("and the others have no room for the rest")
 
 
+def test_a_fast_member_without_room_does_not_stand_in_the_way() -> None:
+    members = [
+        replace(LEADER, free_bytes=400),
+        member(0.001, free_bytes=10),
+        member(0.1, 0.01, free_bytes=900),
+    ]
+    weights = choose_team(members, replace(SHAPE, n_bytes=1_000), None, 400).action.weights
+    assert weights[1] == 0
+    assert weights[0] + weights[2] == pytest.approx(1, abs=0.01)
+
+
 def test_a_team_that_is_chosen_is_quicker_and_fits() -> None:
     rng = random.Random(7)
     n_teams = 0
