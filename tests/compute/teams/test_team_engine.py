@@ -160,6 +160,7 @@ def test_auto_computes_alone_where_no_team_can_be(tmp_path: Path, monkeypatch: p
     assert on_a_card.description.team == ""
 
 
+@pytest.mark.prove
 def test_auto_leaves_out_a_slow_part_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
     times = SliceTimes(fixed_s=0.0, block_s=0.5, free_bytes=None, sections=((2, 100), (16, 100)), width=64)
@@ -218,6 +219,7 @@ def test_auto_takes_what_is_quicker(
     assert operations_error(loaded.engine).error < 1e-5  # type: ignore[arg-type]
 
 
+@pytest.mark.prove
 def test_auto_measures_the_members_that_are_there(tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path / "llama", n_layers=2)
     loaded = load_engine(request(folder, tmp_path, team=(), team_mode="auto", compiled=False), SIGNALS)
