@@ -70,7 +70,7 @@ class WorkerStatus(Status, frozen=True, kw_only=True):
     why: str
     batching: str | None
     kernels: str | None
-    team: str | None
+    team: str | None = None
     last_end: str = ""  # why the worker before it ended by itself
 
 

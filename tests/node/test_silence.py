@@ -54,7 +54,7 @@ async def test_what_daemon_and_worker_say_comes_from_no_peer(virtual_time: MockC
     async with scene() as s:
         channel = await s.attacker.rpc.channel(s.server)
         local_kinds = [kind for kind in _kinds(worker.WorkerMessage) if kind.__module__ == worker.__name__]
-        assert len(local_kinds) == 22
+        assert len(local_kinds) == 25
         for kind in local_kinds:
             assert kind.__struct_config__.tag not in messages.TAGS
             await channel.send(kind())

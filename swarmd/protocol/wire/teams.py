@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from swarmd.protocol.fields import Block, Count, Message, Name, Request
-from swarmd.protocol.wire.tickets import DialTicket
+from swarmd.protocol.wire.tickets import NO_TICKET, DialTicket
 
 Host = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -27,7 +27,7 @@ class JoinTeam(Request, tag="join_team", frozen=True):
 class SeatIs(Message, tag="seat", frozen=True):
     """The member's worker is there: where the leader's, and those of other members, dial it."""
 
-    ticket: DialTicket
+    ticket: DialTicket = NO_TICKET
     re: Count = 0
 
 

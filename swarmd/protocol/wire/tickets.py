@@ -18,3 +18,7 @@ class DialTicket(msgspec.Struct, frozen=True, array_like=True):
     port: Port
     certificate: PinnedCertificate
     token: Token
+
+
+NO_TICKET = DialTicket(1, b"\0", b"\0" * TOKEN_BYTES)
+"""What a message has that says nothing."""

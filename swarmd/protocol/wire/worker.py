@@ -16,7 +16,7 @@ from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import Block, Count, Message, Name, Part, Request, SessionKey, Stage, Text
 from swarmd.protocol.wire import messages, tuning
 from swarmd.protocol.wire.teams import Host, TeamSeat
-from swarmd.protocol.wire.tickets import DialTicket
+from swarmd.protocol.wire.tickets import NO_TICKET, DialTicket
 
 FilePath = Annotated[str, msgspec.Meta(max_length=4096)]
 Weight = Annotated[float, msgspec.Meta(gt=0)]
@@ -71,7 +71,7 @@ class FollowTeam(Message, tag="follow", frozen=True):
 class Seated(Message, tag="seated", frozen=True):
     """Worker to daemon: others can dial it."""
 
-    ticket: DialTicket
+    ticket: DialTicket = NO_TICKET
 
 
 class Followed(Message, tag="followed", frozen=True):
