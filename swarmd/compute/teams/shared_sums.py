@@ -59,7 +59,9 @@ class SharedSums:
         if platform.machine() not in ORDERED:
             raise ConfigError(f"sums through shared memory are for {', '.join(ORDERED)}, not {platform.machine()}")
         memory = mmap.mmap(number, shared_bytes(n_members))
-        self._counts = np.frombuffer(memory, np.int64, n_members * LINE // 8)[:: LINE // 8]
+        words = np.frombuffer(memory, np.int64, n_members * LINE // 8)
+        self._counts = words[:: LINE // 8]
+        self._ended = words[1:2]  # beside the leader's count: the last sum of the pass before the one that it is in
         places = torch.frombuffer(memory, dtype=torch.float32, offset=n_members * LINE)
         self._places = places.view(n_members, N_PLACES, PART_NUMBERS)
         self._member = member
@@ -68,7 +70,9 @@ class SharedSums:
 
     def begin(self) -> int:
         """Begin a pass, at the leader; returns what members have to ``align`` to."""
-        self.n_given = (self.n_given // OF_ONE_PASS + 1) * OF_ONE_PASS
+        self._ended[0] = self.n_given
+        next_pass = (self.n_given // OF_ONE_PASS + 1) * OF_ONE_PASS
+        self.n_given = next_pass + self.n_given % N_PLACES  # so that the next sum takes the other place
         return self.n_given
 
     def align(self, n_given: int) -> None:
@@ -110,5 +114,6 @@ class SharedSums:
                 if is_late or not self._is_whole():
                     reason = f"has given nothing for {MOST_WAIT_S:.0f} s" if is_late else "is gone"
                     raise TeamBroken(f"a member of the team {reason}: what it computes a part of is computed again")
-        if self._counts[0] // OF_ONE_PASS > self.n_given // OF_ONE_PASS:
+        is_other_pass = self._counts[0] // OF_ONE_PASS > self.n_given // OF_ONE_PASS
+        if is_other_pass and self.n_given > self._ended[0]:
             raise PassGivenUp("the leader has begun another pass")
