@@ -14,39 +14,18 @@ import os
 import signal
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import swarmd
+from benchmarks.long_context import Watch
 from tests.real.harness import Volunteer, local_swarm
 from tests.real.smollm2 import smollm2
 
 N_NEW, KILLED_AFTER = 60, 20
 OPTIONS = {"do_sample": False, "max_new_tokens": N_NEW, "min_new_tokens": N_NEW}
-
-
-class Steps:
-    """A streamer that notes when tokens came, and acts once."""
-
-    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
-        self._act = act
-        self._times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self._times.append(time.perf_counter())
-        if len(self._times) == KILLED_AFTER:
-            self._act()
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def steps_s(self) -> list[float]:
-        return [b - a for a, b in zip(self._times[1:], self._times[2:], strict=False)]
 
 
 def kill_follower(volunteer: Volunteer) -> None:
@@ -69,13 +48,13 @@ def main() -> None:
         swarm.wait(lambda: leader.is_listening, "the leader", leader)
         (alone,) = swarm.serving((0, 30), model="model")
 
-        def generate(server: Volunteer, steps: Steps) -> torch.Tensor:
+        def generate(server: Volunteer, steps: Watch) -> torch.Tensor:
             with swarmd.connect(home=founder.home.folder) as client:
                 model: Any = client.model("model", lookup=False, chain=swarm.hops((server, 0, 30)))
                 tokens: torch.Tensor = model.generate(ids, streamer=steps, **OPTIONS)
             return tokens
 
-        calm, together = Steps(), Steps()
+        calm, together = Watch(), Watch()
         expected = generate(alone, calm)
         print(f"alone: {1000 * statistics.median(calm.steps_s):.1f} ms a step")
         assert torch.equal(generate(leader, together), expected)
@@ -83,14 +62,14 @@ def main() -> None:
         stalls = []
         for _ in range(options.rounds):
             swarm.wait_online()
-            struck = Steps(lambda: kill_follower(follower))
+            struck = Watch(KILLED_AFTER - 1, lambda: kill_follower(follower))
             assert torch.equal(generate(leader, struck), expected)
             stalls.append(max(struck.steps_s))
             print(f"killed: {stalls[-1]:.2f} s, the text is the same", flush=True)
         print(f"killed, another holder: {statistics.median(stalls):.2f} s (at most {max(stalls):.2f})", flush=True)
         alone.stop()
         swarm.wait(lambda: leader.ask("status")["worker"]["state"] == "online", "the team")
-        struck = Steps(lambda: kill_follower(follower))
+        struck = Watch(KILLED_AFTER - 1, lambda: kill_follower(follower))
         assert torch.equal(generate(leader, struck), expected)
         print(f"killed, no other holder: {max(struck.steps_s):.1f} s, the text is the same")
 

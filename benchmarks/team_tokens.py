@@ -11,12 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -29,13 +25,10 @@ from swarmd.compute.serving.rates import decode_rates, last
 from swarmd.compute.teams.far_followers import FarFollowers
 from swarmd.compute.teams.local_followers import LocalFollowers
 from swarmd.plan.teams.choice import BlockShape, MemberSpeed, choose_team
-from swarmd.protocol.wire import messages, worker
-from swarmd.protocol.wire.frames import FrameDecoder
-from swarmd.protocol.wire.teams import TeamSeat
-from swarmd.protocol.wire.worker import FollowTeam, LoadSpan, Seated
+from swarmd.protocol.wire.worker import LoadSpan
+from tests.compute.teams.far_team import FarFollower
 from tests.real.smollm2 import smollm2
 
-HOST = "127.0.0.1"
 SIGNALS = LoadSignals(lambda: None, lambda stage, done, total: None)
 BUDGET_S = 0.5
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 320}
@@ -69,26 +62,6 @@ def make(name: str, folder: Path) -> tuple[Path, int]:
         config = AutoConfig.for_model(family, num_hidden_layers=n_layers, **shape)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(place)
     return place, n_layers
-
-
-@contextmanager
-def seated(request: LoadSpan) -> Iterator[TeamSeat]:
-    """A follower as a daemon of another machine starts it."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", "from swarmd.compute.teams.far_follower import main; main()", str(theirs.fileno())]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-    theirs.close()
-    decoder = FrameDecoder()
-    ours.sendall(messages.encode_frame(FollowTeam(request, (HOST,))))
-    try:
-        (frame,) = decoder.feed_untrusted(ours.recv(1 << 16))
-        said = worker.decode(frame.header)
-        assert isinstance(said, Seated)
-        yield TeamSeat(HOST, said.ticket)
-    finally:
-        process.kill()
-        process.wait()
-        ours.close()
 
 
 def token_ms(loaded: LoadedEngine) -> float:
@@ -135,8 +108,8 @@ def main() -> None:
                 print(f"{name}: alone {1000 * alone_s:.1f} ms", flush=True)
                 here = msgspec.structs.replace(request, threads=2)
                 print(f"  {compare('one machine', here, 1000 * alone_s)}", flush=True)
-                with seated(request) as seat:
-                    there = msgspec.structs.replace(request, seats=(seat,))
+                with closing(FarFollower(request)) as follower:
+                    there = msgspec.structs.replace(request, seats=(follower.seat(),))
                     print(f"  {compare('two machines', there, 1000 * alone_s)}", flush=True)
 
 

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -100,13 +100,9 @@ class Chain:
 
     def prefill_speeds(self) -> list[float]:
         """Tokens a second that each hop's server says it prefills; 0 where it says nothing."""
-        return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in self._records()]
+        return prefill_speeds(self.records())
 
-    def most_members(self) -> int:
-        """How many members the largest team of its hops has; 1 where all compute alone."""
-        return 1 + max((len(record.team) for record in self._records() if record), default=0)
-
-    def _records(self) -> list[SpanRecord | None]:
+    def records(self) -> list[SpanRecord | None]:
         """What each hop's server announces."""
         spans = {span.peer: span for span in self.swarm.view().serving(self.terms.model)}
         return [spans.get(link.hop.peer) for link in self.links]
@@ -199,3 +195,13 @@ class Chain:
 def is_final(error: PeerError) -> bool:
     """Did a server say that it can never do what was asked, and not when to ask again?"""
     return isinstance(error, Refused) and error.code is Code.UNSUPPORTED and error.retry_after_s is None
+
+
+def prefill_speeds(records: Sequence[SpanRecord | None]) -> list[float]:
+    """Tokens a second that each server says it prefills; 0 where it says nothing."""
+    return [(record.prefill_tokens_per_s or 0.0) if record else 0.0 for record in records]
+
+
+def most_members(records: Sequence[SpanRecord | None]) -> int:
+    """How many members the largest team of some servers has; 1 where all compute alone."""
+    return 1 + max((len(record.team) for record in records if record), default=0)

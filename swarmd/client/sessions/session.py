@@ -17,7 +17,7 @@ import trio
 from swarmd.client.links.answers import OpAnswer, WindowAnswer
 from swarmd.client.links.link import Doubt, ServedLogits, SessionOptions, SessionServices
 from swarmd.client.links.ops import StepInput, split_step
-from swarmd.client.sessions.chain import Chain
+from swarmd.client.sessions.chain import Chain, most_members, prefill_speeds
 from swarmd.client.sessions.inbox import AnswerArrival, HopDeparture, OpForward, SessionInbox
 from swarmd.client.sessions.op_sender import OpSender
 from swarmd.client.sessions.receipt_exchange import ReceiptExchange
@@ -169,7 +169,8 @@ class ChainSession:
         step_op = self._next_op(step)
         first = step_op.seq
         is_exact = self.terms.grade == "exact"  # which must not depend on what was measured
-        parts = split_step(step_op, () if is_exact else self.chain.prefill_speeds(), self.chain.most_members())
+        records = self.chain.records()
+        parts = split_step(step_op, () if is_exact else prefill_speeds(records), most_members(records))
         outputs: list[torch.Tensor] = []
         for n_sent, sent in enumerate(parts, 1):
             n_following = sum(part.n_kept for part in parts[n_sent:])

@@ -31,6 +31,11 @@ def serve_daemon(name: str, serve: Callable[[socket.socket], None]) -> None:
         serve(connection)
 
 
+def describe_error(error: Exception) -> str:
+    """Say why a process ends, in MOST_WORDS at most."""
+    return f"{type(error).__name__}: {error}"[:MOST_WORDS]
+
+
 @contextmanager
 def _last_words(connection: socket.socket) -> Iterator[None]:
     """Send why this process ends, and let it end; without a word where the daemon has gone."""
@@ -40,5 +45,5 @@ def _last_words(connection: socket.socket) -> Iterator[None]:
         return
     except Exception as error:
         with suppress(OSError):
-            connection.sendall(messages.encode_frame(Ending(reason=f"{type(error).__name__}: {error}"[:MOST_WORDS])))
+            connection.sendall(messages.encode_frame(Ending(reason=describe_error(error))))
         raise

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from swarmd.compute.hardware.device import pick_device
 from swarmd.compute.hardware.measurements import Measurements
-from swarmd.compute.passes.span import LoadOptions
+from swarmd.compute.passes.span import LoadedSpan, LoadOptions
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.values import Span
+from swarmd.wire.tensors import DTYPES
+
+SpanT = TypeVar("SpanT", bound=LoadedSpan)
 
 
 def spill_folder(request: LoadSpan) -> Path:
@@ -32,3 +37,10 @@ def options_of(request: LoadSpan) -> LoadOptions:
 def span_of(request: LoadSpan) -> Span:
     """The blocks of a request."""
     return Span(request.start, request.end)
+
+
+def load_blocks(request: LoadSpan, kind: Callable[..., SpanT], *signals: Callable[..., None]) -> SpanT:
+    """Load the blocks of a request as some kind of span, and test them. Raises ConfigError."""
+    span = kind(Path(request.path), span_of(request), DTYPES[request.dtype], options_of(request), *signals)
+    span.self_test()
+    return span

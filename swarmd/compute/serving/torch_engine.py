@@ -14,7 +14,7 @@ from swarmd.compute.hardware.device import device_description, pick_device
 from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.improvements import MOST_TEXT, Improvements
-from swarmd.compute.passes.load_request import options_of, span_of, spill_folder
+from swarmd.compute.passes.load_request import load_blocks, spill_folder
 from swarmd.compute.passes.span import LoadedSpan, cache_bytes_per_token, numerics
 from swarmd.compute.serving.engine import LoadedEngine, LoadSignals
 from swarmd.compute.serving.fine_tuning import Training
@@ -23,7 +23,6 @@ from swarmd.errors import ConfigError
 from swarmd.protocol.models.configuration import layout_of
 from swarmd.protocol.models.manifest import read_config
 from swarmd.protocol.wire.worker import Loaded, LoadSpan, Measured
-from swarmd.wire.tensors import DTYPES
 
 QUICK_S = 0.05  # for a first speed to announce: the worker is online so much sooner
 BLOCK_S = 1.0  # what a forward of one block may take: decoding waits for it, and the daemon for a sign of life
@@ -32,21 +31,11 @@ MIN_MICRO_BATCH_TOKENS = 64  # fewer waste the matrix units of any CPU
 
 def load_span(request: LoadSpan, signals: LoadSignals, kind: Callable[..., LoadedSpan] = LoadedSpan) -> LoadedSpan:
     """Load blocks, and find out what they can do. Raises ConfigError."""
-    path = Path(request.path)
     try:
-        span = kind(
-            path,
-            span_of(request),
-            DTYPES[request.dtype],
-            options_of(request),
-            signals.on_block,
-            signals.on_part,
-        )
-        span.self_test()
+        return load_blocks(request, kind, signals.on_block, signals.on_part)
     except ConfigError as error:
-        said = layout_of(read_config(path)).describe()
+        said = layout_of(read_config(Path(request.path))).describe()
         raise ConfigError(f"{error}; of its blocks config.json says: {said}" if said else str(error)) from None
-    return span
 
 
 def load_torch_engine(

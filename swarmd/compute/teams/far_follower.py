@@ -11,9 +11,12 @@ from functools import partial
 
 import msgspec
 
-from swarmd.compute.hardware.worker_process import serve_daemon
+from swarmd.compute.hardware.device import use_threads
+from swarmd.compute.hardware.worker_process import describe_error, serve_daemon
 from swarmd.compute.passes.family import PROBE_ERRORS
-from swarmd.compute.teams.follower import Follower, load, load_whole
+from swarmd.compute.passes.load_request import load_blocks
+from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.teams.follower import Follower, load
 from swarmd.compute.teams.link_sums import LinkSums
 from swarmd.compute.teams.links import FrameKind, Link, Seat, dial
 from swarmd.compute.teams.measuring import answer_measure
@@ -28,7 +31,6 @@ from swarmd.protocol.wire.worker import Followed, FollowTeam, LoadSpan, Seated
 from swarmd.resources import measure_memory
 
 RECEIVE_BYTES = 1 << 16  # of the daemon's one frame
-MOST_WORDS = 500  # characters of why it ends
 
 
 def follow(connection: socket.socket) -> None:
@@ -53,7 +55,7 @@ def follow(connection: socket.socket) -> None:
             assert isinstance(order, Take), "the leader says who is who before all else"
             _follow(seat, links, order, request.load, tell)
         except (ConfigError, msgspec.DecodeError, *PROBE_ERRORS) as error:
-            leader.send(FrameKind.FAILURE, 0, f"{type(error).__name__}: {error}"[:MOST_WORDS].encode())
+            leader.send(FrameKind.FAILURE, 0, describe_error(error).encode())
             raise
     finally:
         seat.close()
@@ -70,7 +72,8 @@ def _follow(seat: Seat, links: dict[int, Link], take: Take, own: LoadSpan, tell:
     request = _of_this_machine(take.load, own)
     is_whole = take.load.team_mode == "whole"
     if is_whole:
-        follower: Follower | WholeFollower = WholeFollower(load_whole(request), links, me, orders)
+        use_threads(request.threads)
+        follower: Follower | WholeFollower = WholeFollower(load_blocks(request, LoadedSpan), links, me, orders)
     else:
         sums = LinkSums(links, me, orders)
         follower = Follower(load(msgspec.structs.replace(take, load=request), sums), sums)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from swarmd.compute.teams.link_sums import LinkSums
 from swarmd.compute.teams.links import FrameKind, Link, dial
 from swarmd.compute.teams.measuring import SliceTimes, measure_slices, read_times, time_sums
-from swarmd.compute.teams.orders import Measure, Order, Take, encode
+from swarmd.compute.teams.orders import Measure, Order, Take, tell
 from swarmd.compute.teams.sums import Adding, TeamBroken
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.wire.tensors import DTYPES
@@ -43,7 +43,7 @@ class FarFollowers:
         """See Followers. Sums are of the leader and one of them at a time."""
         n = 1 + len(self.links)
         for member, link in enumerate(self.links, 1):
-            link.send(FrameKind.ORDER, 0, encode(Measure(self._request, member, n)))
+            tell([link], Measure(self._request, member, n))
         own = measure_slices(self._request, n, has_own_memory=True)
         found = [(own, 0.0)]
         for link in self.links:
@@ -65,7 +65,7 @@ class FarFollowers:
         self.sums = self._sums_of(self.links)
         seats = tuple(self._request.seats[number] for number in self.seats)
         for member, link in enumerate(self.links, 1):
-            link.send(FrameKind.ORDER, 0, encode(Take(self._request, member, self.weights, seats)))
+            tell([link], Take(self._request, member, self.weights, seats))
 
     @staticmethod
     def _sums_of(links: Sequence[Link]) -> LinkSums:
@@ -90,9 +90,7 @@ class FarFollowers:
 
     def tell(self, order: Order) -> None:
         """See Followers."""
-        data = encode(order)
-        for link in self.links:
-            link.send(FrameKind.ORDER, 0, data)
+        tell(self.links, order)
 
     def close(self) -> None:
         """See Followers."""

@@ -12,7 +12,6 @@ import socket
 import sys
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -20,9 +19,9 @@ from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.hardware.child_process import end_with_parent
 from swarmd.compute.hardware.device import use_threads
+from swarmd.compute.hardware.worker_process import describe_error
 from swarmd.compute.passes.family import PROBE_ERRORS
-from swarmd.compute.passes.load_request import options_of, span_of
-from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.passes.load_request import load_blocks
 from swarmd.compute.teams.led_span import SlicedSpan
 from swarmd.compute.teams.measuring import answer_measure
 from swarmd.compute.teams.orders import (
@@ -47,11 +46,6 @@ from swarmd.compute.teams.orders import (
 )
 from swarmd.compute.teams.shared_sums import SharedSums
 from swarmd.compute.teams.sums import Adding, TeamBroken
-from swarmd.protocol.wire.worker import LoadSpan
-from swarmd.wire.tensors import DTYPES
-
-MOST_WORDS = 500  # characters of why it ends
-
 
 Graph = tuple[torch.Tensor, torch.Tensor]
 """What entered blocks, and what left them."""
@@ -132,27 +126,8 @@ class Follower:
 
 def load(take: Take, sums: Adding) -> SlicedSpan:
     """Load this member's slices, and test them together with the others. Raises ConfigError."""
-    request = take.load
-    use_threads(request.threads)
-    span = SlicedSpan(
-        Path(request.path),
-        span_of(request),
-        DTYPES[request.dtype],
-        options_of(request),
-        weights=take.weights,
-        member=take.member,
-        sums=sums,
-    )
-    span.self_test()
-    return span
-
-
-def load_whole(request: LoadSpan) -> LoadedSpan:
-    """Load all of the blocks, and test them. Raises ConfigError."""
-    use_threads(request.threads)
-    span = LoadedSpan(Path(request.path), span_of(request), DTYPES[request.dtype], options_of(request))
-    span.self_test()
-    return span
+    use_threads(take.load.threads)
+    return load_blocks(take.load, partial(SlicedSpan, weights=take.weights, member=take.member, sums=sums))
 
 
 def main() -> None:
@@ -176,7 +151,7 @@ def main() -> None:
         except (EOFError, TeamBroken):
             return
         except Exception as error:  # noqa: BLE001 - a family fails with anything, and the leader says that one is gone
-            sys.exit(f"member {member} of a team: {type(error).__name__}: {error}"[:MOST_WORDS])
+            sys.exit(f"member {member} of a team: {describe_error(error)}")
 
 
 def _has_parent(leader: int) -> bool:

@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 
 from swarmd.compute.teams.links import FrameKind, Link, receive_part
-from swarmd.compute.teams.sums import OF_ONE_PASS, TeamBroken
+from swarmd.compute.teams.sums import TeamBroken, next_pass
 from swarmd.wire.tensors import raw_bytes
 
 PIECE_BYTES = 1 << 16  # that are on their way at once: two, of at least 200 KiB that Linux keeps
@@ -35,7 +35,7 @@ class LinkSums:
 
     def begin(self) -> int:
         """Begin a pass, at the leader; returns what members have to ``align`` to."""
-        self.n_given = (self.n_given // OF_ONE_PASS + 1) * OF_ONE_PASS
+        self.n_given = next_pass(self.n_given)
         return self.n_given
 
     def align(self, n_given: int) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterable
 
 import msgspec
 import torch
 
+from swarmd.compute.teams.links import FrameKind, Link
 from swarmd.protocol.wire.teams import TeamSeat
 from swarmd.protocol.wire.worker import LoadSpan
 from swarmd.values import Span
@@ -196,6 +198,13 @@ def decode(data: bytes | bytearray) -> Order:
 def send(connection: socket.socket, data: bytes) -> None:
     """Send an order, or an answer, to a process of this machine. Raises OSError."""
     connection.sendall(LENGTH.pack(len(data)) + data)
+
+
+def tell(links: Iterable[Link], order: Order) -> None:
+    """Have members on other machines do something. Raises TeamBroken."""
+    data = encode(order)
+    for link in links:
+        link.send(FrameKind.ORDER, 0, data)
 
 
 def receive(connection: socket.socket) -> bytes:

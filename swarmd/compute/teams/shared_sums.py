@@ -22,7 +22,7 @@ from functools import reduce
 import numpy as np
 import torch
 
-from swarmd.compute.teams.sums import OF_ONE_PASS, PassGivenUp, TeamBroken
+from swarmd.compute.teams.sums import PassGivenUp, TeamBroken, next_pass
 from swarmd.errors import ConfigError
 
 ORDERED = ("x86_64", "AMD64")  # processors whose stores others see in the order in which they were made
@@ -71,8 +71,7 @@ class SharedSums:
     def begin(self) -> int:
         """Begin a pass, at the leader; returns what members have to ``align`` to."""
         self._ended[0] = self.n_given
-        next_pass = (self.n_given // OF_ONE_PASS + 1) * OF_ONE_PASS
-        self.n_given = next_pass + self.n_given % N_PLACES  # so that the next sum takes the other place
+        self.n_given = next_pass(self.n_given) + self.n_given % N_PLACES  # so that the next sum takes the other place
         return self.n_given
 
     def align(self, n_given: int) -> None:
@@ -114,6 +113,6 @@ class SharedSums:
                 if is_late or not self._is_whole():
                     reason = f"has given nothing for {MOST_WAIT_S:.0f} s" if is_late else "is gone"
                     raise TeamBroken(f"a member of the team {reason}: what it computes a part of is computed again")
-        is_other_pass = self._counts[0] // OF_ONE_PASS > self.n_given // OF_ONE_PASS
+        is_other_pass = self._counts[0] >= next_pass(self.n_given)
         if is_other_pass and self.n_given > self._ended[0]:
             raise PassGivenUp("the leader has begun another pass")

@@ -25,6 +25,11 @@ class PassGivenUp(RuntimeError):
 OF_ONE_PASS = 1 << 32  # numbers of sums; each pass begins at a multiple, so that what one before has left is seen
 
 
+def next_pass(n_given: int) -> int:
+    """What numbers of sums in the pass after this one begin behind."""
+    return (n_given // OF_ONE_PASS + 1) * OF_ONE_PASS
+
+
 class Adding(Protocol):
     """How members of a team add up what each of them has. All have to take part, in the same order of sums."""
 

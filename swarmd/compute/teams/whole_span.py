@@ -24,15 +24,15 @@ from swarmd.compute.passes.backend import RaggedBackend
 from swarmd.compute.passes.family import PROBE_ERRORS
 from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.span import SELF_TEST_TOLERANCE, LoadedSpan, LoadOptions
-from swarmd.compute.teams.links import FrameKind, Link
+from swarmd.compute.teams.links import Link
 from swarmd.compute.teams.orders import (
     Forget,
     KeepCopy,
     Order,
     PutTokens,
     ShareRows,
-    encode,
     read_numbers,
+    tell,
     write_numbers,
 )
 from swarmd.compute.teams.row_exchange import RowExchange
@@ -175,7 +175,7 @@ class WholeSpan(LoadedSpan):
         """Have members give up copies of caches that are no more, now and then."""
         if len(self.forgotten) >= FORGOTTEN_AT_ONCE:
             forgotten, self.forgotten = self.forgotten, []
-            _tell(self._members, Forget(forgotten))
+            tell(self._members, Forget(forgotten))
 
     def _can_share(self, pieces: Sequence[SessionTokens], longest: SessionTokens) -> bool:
         n_members = 1 + len(self._members)
@@ -238,18 +238,18 @@ class WholeSpan(LoadedSpan):
                 positions=write_numbers(shared.positions[:, rows].long()),
                 number=number,
             )
-            _tell([member], order)
+            tell([member], order)
 
     def _copy_tokens(self, cache: CopiedCache, hop: Span, n_past: int) -> None:
         """Have members' copies of a cache hold so many tokens."""
         if n_past and cache.n_copied == n_past and not cache.has_longer_copy:
             return
         cache.has_longer_copy = False
-        _tell(self._members, KeepCopy(cache.number, hop, cache.n_copied))
+        tell(self._members, KeepCopy(cache.number, hop, cache.n_copied))
         for start in range(cache.n_copied, n_past, COPIED_AT_ONCE):
             for number, layer in enumerate(cache.owned):
                 keys, values = layer.tokens(start, min(n_past, start + COPIED_AT_ONCE))
-                _tell(self._members, PutTokens(cache.number, number, write_numbers(keys), write_numbers(values)))
+                tell(self._members, PutTokens(cache.number, number, write_numbers(keys), write_numbers(values)))
             self.on_block()
 
 
@@ -308,12 +308,6 @@ def run_with(
         return RaggedBackend(span.family, ragged, hop, span.adapters).run(pieces)
     finally:
         ragged.on_keys = before
-
-
-def _tell(members: Sequence[Link], order: Order) -> None:
-    data = encode(order)
-    for member in members:
-        member.send(FrameKind.ORDER, 0, data)
 
 
 def _forget_new_tokens(piece: SessionTokens) -> None:
