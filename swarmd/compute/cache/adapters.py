@@ -26,9 +26,9 @@ MAX_RANK = 4_096  # of low-rank matrices: beyond it they are no longer low
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class LoraUpdates:
-    """One adapter's updates for a span, by module: A [r, in], B [out, r], scale."""
+    """One adapter's updates for a span, by module: A [r, in], B [out, r], scale. Each is itself only."""
 
     updates: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
 
@@ -63,7 +63,6 @@ class SpanAdapters:
         self._hooked: set[str] = set()
         self._sessions: list[tuple[int, LoraUpdates]] = []
         self._on_tensor = on_tensor  # reading takes a while, and is progress
-        self.refusal = ""  # why none is taken
 
     def __contains__(self, adapter: str) -> bool:
         return adapter in self._known
@@ -88,8 +87,6 @@ class SpanAdapters:
 
     def read(self, shards: Sequence[Path], raw_config: bytes) -> LoraUpdates:
         """Read this span's part of an adapter and hook its modules. Raises ConfigError if it cannot be used here."""
-        if self.refusal:
-            raise ConfigError(self.refusal)
         try:
             return self._read_tensors(shards, read_settings(msgspec.json.decode(raw_config)))
         except (IntegrityError, SafetensorError, msgspec.DecodeError, OSError, RuntimeError, ValueError) as error:
@@ -160,9 +157,7 @@ class SpanAdapters:
         except AttributeError:
             reason = self._explain_missing(module)
             raise ConfigError(f"the adapter changes {module}, which this model does not have{reason}") from None
-        sizes = (getattr(base, "in_features", None), getattr(base, "out_features", None))
-        if type(base).__name__ == "Conv1D":  # GPT-2's linear layers
-            sizes = (base.nx, base.nf)
+        sizes = self._sizes_of(module, base)
         if b is None or not _fits(a, b, sizes):
             shapes = f"{tuple(a.shape)} and {None if b is None else tuple(b.shape)}"
             raise ConfigError(f"the adapter's matrices for {module} are {shapes}, for a layer of {sizes}")
@@ -170,6 +165,16 @@ class SpanAdapters:
             raise ConfigError(f"the adapter's matrices for {module} are {a.dtype} of rank {a.shape[0]}")
         if not all(torch.isfinite(matrix).all() for matrix in (a, b)):
             raise ConfigError(f"the adapter's matrices for {module} hold values that are not finite")
+        return a, b
+
+    def _sizes_of(self, module: str, base: Any) -> tuple[Any, Any]:
+        """The sizes of what enters a module and what leaves it; None for one that has none."""
+        if type(base).__name__ == "Conv1D":  # GPT-2's linear layers
+            return base.nx, base.nf
+        return getattr(base, "in_features", None), getattr(base, "out_features", None)
+
+    def _part_of(self, module: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What of an update's matrices is computed here: all of them."""
         return a, b
 
     def _explain_missing(self, module: str) -> str:
@@ -200,7 +205,8 @@ class SpanAdapters:
             part = base_output[offset : offset + n_tokens]
             update = lora.updates.get(module)
             if update is not None:
-                a, b, scale = update
+                *matrices, scale = update
+                a, b = self._part_of(module, *matrices)
                 x = inputs[offset : offset + n_tokens].to(a.dtype)
                 change = (x @ a.T @ b.T) * scale
                 part = part + change.to(part.dtype)

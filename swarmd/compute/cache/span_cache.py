@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,17 @@ class SpanCache:
         """Tell the placeholders how many tokens the session has."""
         for placeholder in self.placeholders:
             placeholder.n_tokens = n_tokens
+
+    def begin_with(self, prefix: Mapping[int, KeysAndValues], n_rows: int) -> None:
+        """Put a prefix in front of an empty cache: keys and values of blocks [1, heads, n, head size], for all rows.
+
+        Gradients flow to them, where the cache is one for gradients.
+        """
+        n_tokens = 0
+        for block, (keys, values) in prefix.items():
+            self.cache.layers[block].update(keys.expand(n_rows, -1, -1, -1), values.expand(n_rows, -1, -1, -1))
+            n_tokens = keys.shape[2]
+        self.see(n_tokens)
 
     def record_past(self) -> None:
         """Have layers that forget keep what a later crop needs, if there can be one."""

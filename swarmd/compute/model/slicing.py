@@ -47,6 +47,11 @@ class SliceCut:
     units: range
     is_once: bool = False
 
+    @property
+    def is_of_rows(self) -> bool:
+        """Of a matrix [out, in]: are these some of its rows, so that some of what leaves it is computed?"""
+        return self.dim == CUTS["colwise"][0]
+
     def places(self) -> list[slice]:
         """Where the part lies along its dimension."""
         piece = self.extent // self.n_pieces
@@ -126,6 +131,19 @@ class Slicing:
                     self.sections[f"{name}.{section}"] = (next(iter(cuts.values())).n_units, n_numbers)
         if not self._cuts:
             raise ConfigError(f"blocks of {config.model_type} are computed whole: nothing of them can be cut")
+
+    def cut_of(self, parameter: str) -> SliceCut | None:
+        """This member's part of a parameter, by its name in the model; None for what it has whole."""
+        return self._cuts.get(parameter)
+
+    def cut_of_heads(self, layer: str) -> SliceCut | None:
+        """How a matrix of a layer's attention is cut, by its name in the model; None where none is."""
+        of_layer = ((name.split(".")[-2], cut) for name, cut in self._cuts.items() if name.startswith(f"{layer}."))
+        return next((cut for name, cut in of_layer if ATTENTION.search(name)), None)
+
+    def is_added_up(self, module: str) -> bool:
+        """Is what a module gives a part of a section, so that members have a part each of what comes of it?"""
+        return any(f"{module}.".startswith(f"{section}.") for section in self.sections)
 
     def part_of(self, target: str, key: str, stored: Any) -> Any:
         """What of a stored tensor, which becomes (a part of) the parameter ``target``, is this member's."""

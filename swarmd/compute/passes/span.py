@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -94,7 +95,7 @@ class LoadedSpan:
         layers = skeleton.decoder_layers(self.model)
         self.blocks = [layers[index] for index in here.blocks()]
         blocks = {layers[index]: layout.block_of(index) for index in here.blocks()}
-        self.adapters = SpanAdapters(self.model, layers, blocks, dtype, self.device, on_block)
+        self.adapters = self.make_adapters(self.model, layers, blocks, dtype, self.device, on_block)
         block_bytes = Counter[int]()
         for layer, block in blocks.items():
             block_bytes[block] += sum(p.nbytes for p in layer.parameters())
@@ -125,6 +126,10 @@ class LoadedSpan:
         self._crop_trouble = ""  # why no tokens can be taken back, whatever a cache says
         self._caches_in: torch.dtype | None = None  # the type that rounded caches return; None for plain ones
 
+    def make_adapters(self, *place: Any) -> SpanAdapters:
+        """Make what holds adapters; ``place`` as it takes it."""
+        return SpanAdapters(*place)
+
     def _notify_block(self) -> None:
         self.on_block()  # looked up at each block, so that it can be replaced
 
@@ -148,7 +153,11 @@ class LoadedSpan:
         """
         config = self.model.config
         rounded = None if with_gradients else self._caches_in
-        return SpanCache(config, hop or self.span, max_tokens, rounded, self._crop_trouble)
+        return self.make_cache(config, hop or self.span, max_tokens, rounded, self._crop_trouble)
+
+    def make_cache(self, *settings: Any) -> SpanCache:
+        """Make a cache, as these blocks need it; ``settings`` as it takes them."""
+        return SpanCache(*settings)
 
     @torch.inference_mode()
     def run(
@@ -185,6 +194,10 @@ class LoadedSpan:
         inputs = PassInputs(hidden, positions, mask, cache.cache if cache else None)
         with self.adapters.using([(hidden.shape[0] * hidden.shape[1], lora)]):
             return self.family.run(inputs, hop or self.span)
+
+    def count_heads(self, block: int, n_here: int) -> int:
+        """How many heads of keys a block has, of which ``n_here`` are computed here: all of them."""
+        return n_here
 
     def refuses_rows(self, rows: torch.Tensor) -> str:
         """Say what is wrong with what a peer sent of some tokens [b, t, d]; empty if nothing is."""

@@ -43,15 +43,11 @@ class ClientParameters:
         return self.leaves.get(block, {})
 
     def fill(self, cache: Any, blocks: range, n_rows: int) -> None:
-        """Put the prefix in front of an empty cache of ``blocks``."""
-        if not self.n_prefix:
-            return
-        for block in blocks:
-            leaves = self.leaves[block]
-            keys = leaves[f"{block}.keys"].expand(n_rows, -1, -1, -1)
-            values = leaves[f"{block}.values"].expand(n_rows, -1, -1, -1)
-            cache.cache.layers[block].update(keys, values)
-        cache.see(self.n_prefix)
+        """Put the prefix, if there is one, in front of an empty cache of ``blocks``."""
+        if self.n_prefix:
+            leaves = self.leaves
+            prefix = {b: (leaves[b][f"{b}.keys"], leaves[b][f"{b}.values"]) for b in blocks}
+            cache.begin_with(prefix, n_rows)
 
 
 NOTHING = ClientParameters(LoraUpdates(), {})
@@ -239,7 +235,7 @@ def _check_prefixes(
             if not torch.is_tensor(example) or example.ndim != 4:
                 raise ConfigError("this family's layers keep more than plain keys and values: no prefixes")
             shape = tuple(prefixes[block][name].shape)
-            expected = (1, example.shape[1], n, example.shape[3])
+            expected = (1, span.count_heads(block, example.shape[1]), n, example.shape[3])
             if shape != expected:
                 raise ConfigError(f"{block}.{name} is {shape}, expected {expected}")
     return n

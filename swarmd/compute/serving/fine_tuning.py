@@ -72,10 +72,7 @@ class _WaitingPass:
 # A backward consumes its graphs from the last block to the first, so its memory shrinks with every step. Both passes
 # are generators that stop after each block: decoding, which has the right of way, waits for one block and no more.
 class Training:
-    """All lanes of one worker. ``handled`` counts the frames whose work is done.
-
-    ``no_parameters``: why clients can have no parameters of their own here, where they cannot.
-    """
+    """All lanes of one worker. ``handled`` counts the frames whose work is done."""
 
     def __init__(
         self,
@@ -83,12 +80,10 @@ class Training:
         limit_bytes: int,
         max_tokens: int = MAX_MICRO_BATCH_TOKENS,
         clock: Callable[[], float] = time.perf_counter,
-        no_parameters: str = "",
     ) -> None:
         self.handled = 0
         self._span = span
         self._clock = clock
-        self._no_parameters = no_parameters
         self._lanes: dict[Key, _Lane] = {}
         self._queue = TuningQueue()
         self._waiting: dict[TuningPass, _WaitingPass] = {}
@@ -216,8 +211,6 @@ class Training:
         self.handled += 1
         key = (message.client, message.version, Span(message.start, message.end))
         try:
-            if self._no_parameters:
-                raise Refused(Code.UNSUPPORTED, self._no_parameters)
             if self._tuned.put(key, message.part, bytes(payload)):
                 yield messages.encode_frame(TunedHeld(re=message.id))
         except Refused as error:

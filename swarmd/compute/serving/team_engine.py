@@ -22,7 +22,7 @@ from swarmd.compute.serving.rates import BUDGET_S, decode_rates, last
 from swarmd.compute.serving.torch_engine import fine_tuning_of, introduce, load_span, load_torch_engine
 from swarmd.compute.teams.far_followers import FarFollowers
 from swarmd.compute.teams.followers import Followers
-from swarmd.compute.teams.led_span import NO_PARAMETERS, LedSpan
+from swarmd.compute.teams.led_span import LedSpan
 from swarmd.compute.teams.local_followers import LocalFollowers
 from swarmd.compute.teams.measuring import memory_for_weights
 from swarmd.compute.teams.whole_span import WholeSpan
@@ -95,7 +95,7 @@ def _lead(request: LoadSpan, signals: LoadSignals, followers: Followers, reason:
     return LoadedEngine(
         engine=span,
         description=description,
-        fine_tuning=fine_tuning_of(request, span, description, NO_PARAMETERS),
+        fine_tuning=fine_tuning_of(request, span, description),
         head=head,
     )
 

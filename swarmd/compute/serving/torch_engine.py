@@ -67,11 +67,11 @@ def introduce(request: LoadSpan, span: LoadedSpan) -> tuple[LogitsHead | None, L
     return head, msgspec.structs.replace(describe(span, request.model, speed), has_head=head is not None)
 
 
-def fine_tuning_of(request: LoadSpan, span: LoadedSpan, description: Loaded, no_parameters: str = "") -> Training:
+def fine_tuning_of(request: LoadSpan, span: LoadedSpan, description: Loaded) -> Training:
     """Fine-tuning of a span, in micro-batches of which a block takes a second at most."""
     block_tokens_per_s = len(span.span) * description.speed.prefill_tokens_per_s
     max_tokens = max(MIN_MICRO_BATCH_TOKENS, int(BLOCK_S * block_tokens_per_s))
-    return Training(span, request.tuning_bytes, max_tokens, no_parameters=no_parameters)
+    return Training(span, request.tuning_bytes, max_tokens)
 
 
 def _load_head(request: LoadSpan, span: LoadedSpan) -> LogitsHead | None:

@@ -1,4 +1,4 @@
-"""The span of a team's leader: its own slices, and followers that do what it does, each with theirs.
+"""The span of a team's leader: its own slices, and followers that do what it does, each with its own.
 
 An op is computed by all members at once: the leader sends it out, computes its part, and waits at each sum. So sessions
 and the scheduler see one engine, whose caches hold the leader's share of keys and values.
@@ -6,10 +6,8 @@ and the scheduler see one engine, whose caches hold the leader's share of keys a
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +15,15 @@ import torch
 from swarmd.compute.cache.adapters import LoraUpdates
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.cache.session_cache import Tensors
-from swarmd.compute.cache.span_cache import UNBOUNDED, SpanCache
-from swarmd.compute.model.slicing import Slicing
-from swarmd.compute.passes.span import LoadedSpan, LoadOptions
+from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.teams.followers import Followers
+from swarmd.compute.teams.numbering import Numbering
 from swarmd.compute.teams.orders import (
+    BeginWith,
     Borrow,
     Crop,
     Forget,
+    KeepUpdates,
     NewCache,
     Order,
     Piece,
@@ -36,75 +35,50 @@ from swarmd.compute.teams.orders import (
     TakeOver,
     write_numbers,
 )
-from swarmd.compute.teams.sums import Adding, join
+from swarmd.compute.teams.sliced_span import Prefix, SlicedCache, SlicedSpan
 from swarmd.errors import Code, Refused
 from swarmd.values import Span
 
-NO_PARAMETERS = "a team's matrices are cut, and a client's own parameters are for whole ones: take another server"
 
-
-class SlicedSpan(LoadedSpan):
-    """A member's slices of blocks, joined to the others'."""
-
-    def __init__(
-        self,
-        folder: Path,
-        span: Span,
-        dtype: torch.dtype,
-        options: LoadOptions,
-        *signals: Callable[..., None],
-        weights: tuple[float, ...],
-        member: int,
-        sums: Adding,
-    ) -> None:
-        self.slicing = Slicing(weights, member)
-        super().__init__(folder, span, dtype, replace(options, slicing=self.slicing), *signals)
-        self.adapters.refusal = NO_PARAMETERS
-        join(self.model, self.slicing, sums)
-
-    def self_test(self) -> None:
-        """See LoadedSpan. All members make it at the same time, of the same numbers."""
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            super().self_test()
-
-
-class LedCache(SpanCache):
+class LedCache(SlicedCache):
     """A session's cache at the leader; followers have one of the same number, which is edited alike."""
 
-    def __init__(self, span: LedSpan, number: int, *settings: Any) -> None:
-        super().__init__(*settings)
-        self.number = number
-        self._span = span
+    def __init__(self, span: LedSpan, *settings: Any) -> None:
+        super().__init__(span, *settings)
+        self.number = span.numbers.give(self)
+        self._tell = span.tell
 
-    def __del__(self) -> None:
-        self._span.forgotten.append(self.number)
+    def begin_with(self, prefix: Prefix, n_rows: int) -> None:
+        """See SpanCache."""
+        written = {block: (write_numbers(keys), write_numbers(values)) for block, (keys, values) in prefix.items()}
+        self._tell(BeginWith(self.number, written, n_rows, torch.is_grad_enabled()))
+        super().begin_with(prefix, n_rows)
 
     def record_past(self) -> None:
         """See SpanCache."""
-        self._span.tell(RecordPast(self.number))
+        self._tell(RecordPast(self.number))
         super().record_past()
 
     def crop(self, n_tokens: int) -> None:
         """See SpanCache."""
-        self._span.tell(Crop(self.number, n_tokens))
+        self._tell(Crop(self.number, n_tokens))
         super().crop(n_tokens)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """See SpanCache."""
-        self._span.tell(Reorder(self.number, rows.tolist()))
+        self._tell(Reorder(self.number, rows.tolist()))
         super().reorder(rows)
 
     def take_over(self, other: SpanCache, start: int, end: int, may_share: bool) -> None:
         """See SpanCache."""
         assert isinstance(other, LedCache)
-        self._span.tell(TakeOver(self.number, other.number, start, end, may_share))
+        self._tell(TakeOver(self.number, other.number, start, end, may_share))
         super().take_over(other, start, end, may_share)
 
     def borrow(self, other: SpanCache, n_tokens: int) -> None:
         """See SpanCache."""
         assert isinstance(other, LedCache)
-        self._span.tell(Borrow(self.number, other.number, n_tokens))
+        self._tell(Borrow(self.number, other.number, n_tokens))
         super().borrow(other, n_tokens)
 
     def export_state(self) -> Tensors:
@@ -120,11 +94,11 @@ class LedSpan(SlicedSpan):
     """The leader's slices. Once its self-test is done, which followers make at the same time, it leads."""
 
     def __init__(self, *place: Any, followers: Followers) -> None:
-        self.forgotten: list[int] = []
+        self.numbers = Numbering()
         self.free_bytes: tuple[int, ...] = ()
         self._followers = followers
         self._leads = False
-        self._numbers = itertools.count()
+        self._updates: weakref.WeakKeyDictionary[LoraUpdates, int] = weakref.WeakKeyDictionary()
         super().__init__(*place, weights=followers.weights, member=0, sums=followers.sums)
 
     def self_test(self) -> None:
@@ -144,14 +118,36 @@ class LedSpan(SlicedSpan):
 
     def tell(self, order: Order) -> None:
         """Have followers do something, after they have given up what nobody here has any more."""
-        if self.forgotten:
-            forgotten, self.forgotten = self.forgotten, []
+        if forgotten := self.numbers.take_forgotten():
             self._followers.tell(Forget(forgotten))
         self._followers.tell(order)
 
     def _tell_pass(self, hop: Span, pieces: Sequence[SessionTokens], is_plain: bool = False) -> None:
-        n_given = self._followers.sums.begin()
-        self.tell(RunPass(hop, [_write_piece(piece) for piece in pieces], n_given, is_plain))
+        written = [self._write_piece(piece) for piece in pieces]
+        self.tell(RunPass(hop, written, self._followers.sums.begin(), is_plain))
+
+    def _number_of(self, lora: LoraUpdates | None) -> int | None:
+        """The number that members know an adapter by, once they have it."""
+        if lora is None:
+            return None
+        number = self._updates.get(lora)
+        if number is None:
+            number = self._updates[lora] = self.numbers.give(lora)
+            written = {name: (write_numbers(a), write_numbers(b), s) for name, (a, b, s) in lora.updates.items()}
+            is_trained = any(a.requires_grad for a, *_ in lora.updates.values())
+            self.tell(KeepUpdates(number, written, is_trained))
+        return number
+
+    def _write_piece(self, piece: SessionTokens) -> Piece:
+        return Piece(
+            cache=None if piece.cache is None else piece.cache.number,
+            lora=self._number_of(piece.lora),
+            n_past=piece.n_past,
+            is_exact=piece.is_exact,
+            hidden=write_numbers(piece.hidden),
+            positions=write_numbers(piece.positions.long()),
+            mask=None if piece.mask is None else write_numbers(piece.mask.long()),
+        )
 
     def tell_backward(self, graph: int, gradient: torch.Tensor) -> None:
         """Have followers compute gradients of a graph."""
@@ -166,19 +162,14 @@ class LedSpan(SlicedSpan):
         """Say no."""
         return False
 
-    def new_cache(
-        self,
-        hop: Span | None = None,
-        max_tokens: int = UNBOUNDED,
-        is_exact: bool = False,
-        with_gradients: bool = False,
-    ) -> SpanCache:
+    def make_cache(self, *settings: Any) -> SpanCache:
         """See LoadedSpan."""
         if not self._leads:
-            return super().new_cache(hop, max_tokens, is_exact, with_gradients)
-        number, hop = next(self._numbers), hop or self.span
-        self.tell(NewCache(number, hop, max_tokens))
-        return LedCache(self, number, self.model.config, hop, max_tokens, self._caches_in, self._crop_trouble)
+            return super().make_cache(*settings)
+        cache = LedCache(self, *settings)
+        _, hop, max_tokens, rounded, _ = settings
+        self.tell(NewCache(cache.number, hop, max_tokens, rounded is not None))
+        return cache
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[SessionTokens], hop: Span | None = None) -> list[torch.Tensor]:
@@ -213,27 +204,22 @@ class LedSpan(SlicedSpan):
         lora: LoraUpdates | None = None,
         cache: SpanCache | None = None,
     ) -> torch.Tensor:
-        """See LoadedSpan. Raises Refused for parameters of a client's own, whose matrices are not cut."""
-        if lora is not None or cache is not None:
-            raise Refused(Code.UNSUPPORTED, NO_PARAMETERS)
+        """See LoadedSpan. A backward is for gradients of the input and of all that is trained, as members make it."""
         hop = hop or self.span
-        graph = LedGraph(self, next(self._numbers))
+        graph = LedGraph(self)
         is_kept = torch.is_grad_enabled() and hidden.requires_grad
-        piece = _write_piece(SessionTokens(hidden, positions, None, 0, mask=mask))
+        piece = self._write_piece(SessionTokens(hidden, positions, cache, 0, lora, mask))
         self.tell(RunGraph(graph.number, hop, piece, self._followers.sums.begin(), is_kept))
-        outputs = super().forward_with_grad(hidden, positions, mask, hop)
+        outputs = super().forward_with_grad(hidden, positions, mask, hop, lora, cache)
         return _LedBackward.apply(outputs, graph) if is_kept else outputs  # type: ignore[no-untyped-call]
 
 
 class LedGraph:
     """What autograd keeps of one pass, at the leader; followers have one of the same number."""
 
-    def __init__(self, span: LedSpan, number: int) -> None:
+    def __init__(self, span: LedSpan) -> None:
         self.span = span
-        self.number = number
-
-    def __del__(self) -> None:
-        self.span.forgotten.append(self.number)
+        self.number = span.numbers.give(self)
 
 
 class _LedBackward(torch.autograd.Function):
@@ -248,14 +234,3 @@ class _LedBackward(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.graph.span.tell_backward(ctx.graph.number, gradient)
         return gradient, None
-
-
-def _write_piece(piece: SessionTokens) -> Piece:
-    return Piece(
-        cache=None if piece.cache is None else piece.cache.number,
-        n_past=piece.n_past,
-        is_exact=piece.is_exact,
-        hidden=write_numbers(piece.hidden),
-        positions=write_numbers(piece.positions.long()),
-        mask=None if piece.mask is None else write_numbers(piece.mask.long()),
-    )

@@ -57,10 +57,28 @@ class NewCache(msgspec.Struct, tag="new"):
     cache: int
     hop: Span
     max_tokens: int
+    is_rounded: bool
+
+
+class BeginWith(msgspec.Struct, tag="begin"):
+    """Put a prefix in front of an empty cache: keys and values of blocks [1, heads, n, head size], of all heads."""
+
+    cache: int
+    prefix: dict[int, tuple[Numbers, Numbers]]
+    n_rows: int
+    is_trained: bool
+
+
+class KeepUpdates(msgspec.Struct, tag="updates"):
+    """Keep an adapter, which is called by this number from now on: A, B and scale of each module, whole."""
+
+    number: int
+    updates: dict[str, tuple[Numbers, Numbers, float]]
+    is_trained: bool
 
 
 class Forget(msgspec.Struct, tag="forget"):
-    """Give up caches, and graphs whose backward will not come."""
+    """Give up caches, adapters, and graphs whose backward will not come."""
 
     numbers: list[int]
 
@@ -107,6 +125,7 @@ class Piece(msgspec.Struct, array_like=True):
     """New tokens of one session: see ``cache.pieces.SessionTokens``."""
 
     cache: int | None
+    lora: int | None
     n_past: int
     is_exact: bool
     hidden: Numbers
@@ -127,7 +146,10 @@ class RunPass(msgspec.Struct, tag="run"):
 
 
 class RunGraph(msgspec.Struct, tag="graph"):
-    """Compute new tokens [b, t, d] without a cache, and keep the graph, by this number, where gradients are wanted."""
+    """Compute new tokens [b, t, d], and keep the graph, by this number, where gradients are wanted.
+
+    They have no cache, or one that holds a prefix.
+    """
 
     graph: int
     hop: Span
@@ -177,9 +199,9 @@ class ShareRows(msgspec.Struct, tag="rows"):
     number: int
 
 
-OfCaches = NewCache | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow
+OfCaches = NewCache | BeginWith | Forget | RecordPast | Crop | Reorder | TakeOver | Borrow
 OfCopies = KeepCopy | PutTokens | ShareRows
-Order = Measure | Take | OfCaches | RunPass | RunGraph | RunBackward | OfCopies
+Order = Measure | Take | OfCaches | KeepUpdates | RunPass | RunGraph | RunBackward | OfCopies
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Order)
 

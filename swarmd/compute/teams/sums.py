@@ -51,12 +51,15 @@ def join(model: nn.Module, slicing: Slicing, team: Adding) -> None:
         section.register_forward_hook(lambda _, args, out: _leave(out, team))
 
 
-def _enter(args: tuple[Any, ...], kwargs: dict[str, Any], team: Adding) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def mark(value: Any) -> Any:
-        has_gradient = torch.is_tensor(value) and value.is_floating_point() and value.requires_grad
-        return _Entering.apply(value, team) if has_gradient else value  # type: ignore[no-untyped-call]
+def share(value: Any, team: Adding) -> Any:
+    """The same value; its gradient is the sum of what members have, where it is a tensor that has one."""
+    has_gradient = torch.is_tensor(value) and value.is_floating_point() and value.requires_grad
+    return _Entering.apply(value, team) if has_gradient else value  # type: ignore[no-untyped-call]
 
-    return tuple(map(mark, args)), {name: mark(value) for name, value in kwargs.items()}
+
+def _enter(args: tuple[Any, ...], kwargs: dict[str, Any], team: Adding) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    shared = {name: share(value, team) for name, value in kwargs.items()}
+    return tuple(share(value, team) for value in args), shared
 
 
 def _leave(out: Any, team: Adding) -> Any:

@@ -19,12 +19,13 @@ import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.cache.session_cache import Tensors
-from swarmd.compute.cache.span_cache import UNBOUNDED, SpanCache
+from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.passes.backend import RaggedBackend
 from swarmd.compute.passes.family import PROBE_ERRORS
 from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.span import SELF_TEST_TOLERANCE, LoadedSpan, LoadOptions
 from swarmd.compute.teams.links import Link
+from swarmd.compute.teams.numbering import Numbering
 from swarmd.compute.teams.orders import (
     Forget,
     KeepCopy,
@@ -52,19 +53,14 @@ PROBE_PAST = 5  # tokens before those that are shared in the self-test
 
 
 class CopiedCache(SpanCache):
-    """A session's cache at the leader: members have a copy of its first ``n_copied`` tokens, called by ``number``."""
+    """A session's cache at the leader: members may have a copy of its first ``n_copied`` tokens, called by a number."""
 
-    def __init__(self, span: WholeSpan, number: int, *settings: Any) -> None:
+    def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        self.number = number
+        self.number = -1  # nobody has a copy yet
         self.n_copied = 0
         self.has_longer_copy = False  # what was taken back here is still there
         self.n_rows = 0
-        self._span = span
-
-    def __del__(self) -> None:
-        if self.n_rows:  # somebody has had a copy
-            self._span.forgotten.append(self.number)
 
     def crop(self, n_tokens: int) -> None:
         """See SpanCache."""
@@ -97,9 +93,8 @@ class WholeSpan(LoadedSpan):
     """The leader's blocks. ``members`` are those that share long prompts; without them it is a span like any other."""
 
     def __init__(self, folder: Path, span: Span, dtype: torch.dtype, options: LoadOptions, *signals: Any) -> None:
-        self.forgotten: list[int] = []
         self._members: list[Link] = []
-        self._numbers = itertools.count()
+        self._numbers = Numbering()
         self._passes = itertools.count(1)
         super().__init__(folder, span, dtype, options, *signals)
 
@@ -138,20 +133,9 @@ class WholeSpan(LoadedSpan):
         alone, shared = found
         return float((shared - alone).abs().max() / alone.abs().max())
 
-    def new_cache(
-        self,
-        hop: Span | None = None,
-        max_tokens: int = UNBOUNDED,
-        is_exact: bool = False,
-        with_gradients: bool = False,
-    ) -> SpanCache:
+    def make_cache(self, *settings: Any) -> SpanCache:
         """See LoadedSpan."""
-        if with_gradients:
-            return super().new_cache(hop, max_tokens, is_exact, with_gradients)
-        hop = hop or self.span
-        return CopiedCache(
-            self, next(self._numbers), self.model.config, hop, max_tokens, self._caches_in, self._crop_trouble
-        )
+        return CopiedCache(*settings)
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[SessionTokens], hop: Span | None = None) -> list[torch.Tensor]:
@@ -173,9 +157,8 @@ class WholeSpan(LoadedSpan):
 
     def _tell_forgotten(self) -> None:
         """Have members give up copies of caches that are no more, now and then."""
-        if len(self.forgotten) >= FORGOTTEN_AT_ONCE:
-            forgotten, self.forgotten = self.forgotten, []
-            tell(self._members, Forget(forgotten))
+        if self._numbers.n_forgotten >= FORGOTTEN_AT_ONCE:
+            tell(self._members, Forget(self._numbers.take_forgotten()))
 
     def _can_share(self, pieces: Sequence[SessionTokens], longest: SessionTokens) -> bool:
         n_members = 1 + len(self._members)
@@ -220,6 +203,8 @@ class WholeSpan(LoadedSpan):
         """Tell each member which rows are its, and what its copy of the cache lacks."""
         cache = shared.cache
         b = shared.hidden.shape[0]
+        if cache.number < 0:
+            cache.number = self._numbers.give(cache)
         if cache.n_rows != b:  # a copy is of so many rows as it was made for
             cache.n_copied, cache.n_rows = 0, b
         n_past = shared.n_past

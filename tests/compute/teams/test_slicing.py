@@ -1,15 +1,23 @@
-"""Slices of a family's blocks add up to the whole: hidden states, gradients, and the tokens of a greedy text."""
+"""Slices of a family's blocks add up to the whole: hidden states, gradients, and the tokens of a greedy text.
+
+Gradients by what enters, by LoRA matrices on all that a block has, and by a prefix where its caches are plain.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from torch import nn
 
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.ends import Ends
 from swarmd.compute.passes.span import LoadedSpan
+from swarmd.compute.serving.client_parameters import read_tuned_untrusted
 from swarmd.errors import ConfigError
 from swarmd.protocol.models.configuration import layout_of
 from swarmd.protocol.models.manifest import read_config
@@ -18,7 +26,9 @@ from tests.compute.teams.thread_team import PLAIN, ThreadTeam
 from tests.families import SERVED, VARIANTS, VOCABULARY, lay_out, make_named
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what a family warns of is its own affair
-N_PROMPT, N_TOKENS = 9, 5
+N_PROMPT, N_TOKENS, N_PREFIX = 9, 5, 3
+Gradients = dict[str, torch.Tensor]
+"""By the names of what they are of."""
 TOLERANCE = 1e-5  # relative to the largest number
 TOLERANCES = {"hy_v4": 1e-3, **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_text with shared keys"), 5e-5)}
 """Of families whose numbers grow from block to block."""
@@ -63,6 +73,60 @@ def greedy(span: LoadedSpan, folder: Path) -> list[int]:
     return tokens[N_PROMPT:]
 
 
+def sizes_of_matrices(span: LoadedSpan, rows: torch.Tensor, positions: torch.Tensor) -> dict[str, tuple[int, int]]:
+    """Sizes of what enters and leaves the matrices of blocks that all tokens pass once."""
+    sizes: dict[str, list[tuple[int, int]]] = {}
+
+    def note(name: str, _: nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:
+        if args[0][..., 0].numel() == positions.numel():
+            sizes.setdefault(name, []).append((args[0].shape[-1], out.shape[-1]))
+
+    linear = {name: part for name, part in span.model.named_modules() if isinstance(part, nn.Linear)}
+    hooks = [part.register_forward_hook(partial(note, name)) for name, part in linear.items()]
+    with torch.no_grad():
+        span.forward_with_grad(rows, positions)
+    for hook in hooks:
+        hook.remove()
+    return {
+        name: each[0] for name, each in sizes.items() if len(each) == 1 and span.adapters.block_of(name) is not None
+    }
+
+
+def parameters_for(span: LoadedSpan, rows: torch.Tensor, positions: torch.Tensor) -> bytes:
+    """A client's parameters for all that a span's blocks can have of them."""
+    rng = torch.Generator().manual_seed(4)
+    tensors = {}
+    for name, (n_in, n_out) in sizes_of_matrices(span, rows, positions).items():
+        tensors[f"{name}.lora_A"] = torch.randn(2, n_in, generator=rng) / n_in**0.5
+        tensors[f"{name}.lora_B"] = torch.randn(n_out, 2, generator=rng) / n_out**0.5
+    prefix = {}
+    for block, layer in zip(span.span.blocks(), span.example_cache(span.span).owned, strict=False):
+        shape = getattr(getattr(layer, "keys", None), "shape", (0, 0, 0, 0))
+        for part in ("keys", "values"):
+            prefix[f"{block}.{part}"] = torch.randn(1, shape[1], N_PREFIX, shape[3], generator=rng)
+    for each in ({**tensors, **prefix}, tensors):
+        with suppress(ConfigError):
+            raw = safetensors.torch.save(each)
+            read_tuned_untrusted(span, span.span, raw)
+            return raw
+    return b""
+
+
+def tune(span: LoadedSpan, raw: bytes, rows: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor) -> Gradients:
+    """Gradients by all of a client's parameters."""
+    tuned = read_tuned_untrusted(span, span.span, raw)
+    leaves = {name: leaf for block in tuned.leaves.values() for name, leaf in block.items()}
+    cache = None
+    if tuned.n_prefix:
+        cache = span.new_cache(with_gradients=True)
+        tuned.fill(cache, span.span.blocks(), rows.shape[0])
+    places = positions + tuned.n_prefix
+    out = span.family.format.hidden_of(span.forward_with_grad(rows, places, None, None, tuned.lora, cache))
+    loss = (out * weight[..., : out.shape[-1]]).sum()
+    gradients = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+    return {name: each for name, each in zip(leaves, gradients, strict=True) if each is not None}
+
+
 def assert_slices_add_up(folder: Path, weights: tuple[float, ...], tolerance: float = TOLERANCE) -> None:
     every = whole_of(folder)
     whole, team = LoadedSpan(folder, every, torch.float32, PLAIN), ThreadTeam(folder, every, weights)
@@ -82,6 +146,13 @@ def assert_slices_add_up(folder: Path, weights: tuple[float, ...], tolerance: fl
         assert torch.equal(out, results[0][0]), "members have the same, to the bit"
         assert error_of(out, expected[0]) < tolerance
         assert error_of(gradient, expected[1]) < tolerance
+    raw = parameters_for(whole, entering, positions)
+    wanted = tune(whole, raw, entering, positions, weight)
+    assert len(wanted) >= 2 * len(every), "every block has something that is trained"
+    for gradients in team.run(lambda span: tune(span, raw, entering, positions, weight)):
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert error_of(gradients[name], gradient) < 10 * tolerance, name
     texts = team.run(lambda span: greedy(span, folder))
     assert texts == [greedy(whole, folder)] * len(weights)
 

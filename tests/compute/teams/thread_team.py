@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from swarmd.compute.model.slicing import Slicing
 from swarmd.compute.passes.span import LoadedSpan, LoadOptions
-from swarmd.compute.teams.sums import join
+from swarmd.compute.teams.sliced_span import SlicedSpan
 from swarmd.values import Span
 
 T = TypeVar("T")
@@ -29,10 +27,10 @@ class ThreadTeam:
         self._parts: list[torch.Tensor | None] = [None] * len(weights)
         self.members = []
         for member in range(len(weights)):
-            slicing = Slicing(tuple(weights), member)
-            loaded = LoadedSpan(folder, span, torch.float32, replace(options, slicing=slicing))
-            join(loaded.model, slicing, _Member(self, member))
-            self.members.append(loaded)
+            sums = _Member(self, member)
+            self.members.append(
+                SlicedSpan(folder, span, torch.float32, options, weights=tuple(weights), member=member, sums=sums)
+            )
 
     def add(self, member: int, part: torch.Tensor) -> torch.Tensor:
         self._parts[member] = part
@@ -69,6 +67,11 @@ class _Member:
     def __init__(self, team: ThreadTeam, member: int) -> None:
         self._team = team
         self._member = member
+
+    def begin(self) -> int:
+        return 0
+
+    def align(self, n_given: int) -> None: ...
 
     def add(self, part: torch.Tensor) -> torch.Tensor:
         return self._team.add(self._member, part)
