@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 import swarmd
@@ -25,6 +26,7 @@ WAIT_S = 10.0
 KILLED_AFTER = 8  # tokens of an answer
 MEMORY_BYTES = 960 << 20  # of a daemon and its worker, in which 388 MB of weights leave no room to work
 OPTIONS = {"do_sample": False, "max_new_tokens": N_TOKENS, "pad_token_id": 0}
+LORA = ["q_proj", "v_proj", "o_proj"]
 FAMILIES = [("llama", "1:2"), pytest.param("qwen3_moe", "1:2:6", marks=pytest.mark.prove)]
 
 
@@ -66,21 +68,26 @@ class Expected:
         self._ids = torch.randint(3, families.VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(3))
         self._tokens = self._generate(local)
         self._embedded = local.get_input_embeddings()(self._ids).detach()
-        self._gradient = self._differentiate(local)
+        self._gradients = self._differentiate(local)
 
     def _generate(self, model: PreTrainedModel, **more: object) -> torch.Tensor:
         tokens: torch.Tensor = model.generate(self._ids, **OPTIONS, **more)  # type: ignore[operator]
         return tokens
 
-    def _differentiate(self, model: PreTrainedModel) -> torch.Tensor:
-        """The gradient of the loss by what enters the first block, as prompt tuning needs it."""
+    def _differentiate(self, model: PreTrainedModel) -> list[torch.Tensor]:
+        """Gradients of the loss by what enters the first block, as prompt tuning needs it, and by LoRA matrices."""
+        torch.manual_seed(5)
+        tuned = get_peft_model(
+            model.requires_grad_(False), LoraConfig(r=4, target_modules=LORA, init_lora_weights=False)
+        )
         embedded = self._embedded.clone().requires_grad_()
-        loss = model(inputs_embeds=embedded, labels=self._ids).loss
-        return torch.autograd.grad(loss, embedded)[0]
+        loss = tuned.eval()(inputs_embeds=embedded, labels=self._ids).loss
+        return [*torch.autograd.grad(loss, [embedded, *(p for p in tuned.parameters() if p.requires_grad)])]
 
-    def check_gradient(self, model: PreTrainedModel) -> None:
-        error = (self._differentiate(model) - self._gradient).norm() / self._gradient.norm()
-        assert error < 1e-5
+    def check_gradients(self, model: PreTrainedModel) -> None:
+        """The model is one with a LoRA then."""
+        for gradient, expected in zip(self._differentiate(model), self._gradients, strict=True):
+            assert (gradient - expected).norm() / expected.norm() < 1e-5
 
     def check(self, model: PreTrainedModel, blow: Callable[[], None] = lambda: None) -> None:
         assert torch.equal(self._generate(model, streamer=BlowOnce(blow)), self._tokens)
@@ -139,7 +146,7 @@ def test_a_team_of_machines_goes_on_with_and_without_a_member(family: str, team:
             expected.check(model)
             with pytest.raises(swarmd.SwarmError, match="blocks"):
                 expected.check(client.model("model", only=[leader.peer, alone.peer]))
-            expected.check_gradient(model)
+            expected.check_gradients(client.model("model"))
             expected.check(model, lambda: kill(pid))
             assert memberships_of(others[0]) not in ([], [pid]), "the leader has asked it again"
             assert f"a team of {len(others) + 1}" in leader.ask("status")["worker"]["kernels"]
