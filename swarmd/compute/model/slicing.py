@@ -1,6 +1,6 @@
 """Slices of a family's blocks: of attention whole groups of heads that share keys, of MLPs and experts some columns.
 
-transformers says of most families how their matrices may be cut (``base_model_tp_plan``). Its labels are read here; its
+transformers says of most families how their matrices may be cut (see ``slicing_plans``). Its labels are read here; its
 process groups, which ask for equal parts and hang when one is lost, are not used. A *section* is a module whose results
 are added up over the members: what lies between its matrices is computed by the family's own code, of narrower ones.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from swarmd.compute.model.slicing_plans import plan_of
 from swarmd.errors import ConfigError
 from swarmd.plan.teams.slices import count_columns, slices
 
@@ -25,7 +26,10 @@ OF_HEADS = "local_params"  # a module that holds a number for each head
 STAY_WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 GATHERED = ("colwise_gather_output", "rowwise_split_input")
 """Something between them needs all heads at once: each member computes all of the section, and nothing is added up."""
-CUTS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)}
+CUTS = {
+    **{"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)},
+    **{"transposed_colwise": (-1, 1), "transposed_rowwise": (-2, 1)},  # of matrices [.., in, out]
+}
 """Which dimension of a matrix [.., out, in] is cut, and how many pieces lie there one behind the other."""
 FUSED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 """An MLP whose first two matrices are one; between its matrices nothing needs all of it."""
@@ -116,9 +120,9 @@ class Slicing:
 
         ``layers`` by their names in the model, ``config`` of its decoder.
         """
-        plan = getattr(config, "base_model_tp_plan", None) or {}
+        plan = plan_of(config)
         if not plan:
-            raise ConfigError(f"transformers does not say how matrices of {config.model_type} may be cut into slices")
+            raise ConfigError(f"it is not known how matrices of {config.model_type} may be cut into slices")
         for name, layer in layers.items():
             for section, labels in _sections(layer, plan).items():
                 module = layer.get_submodule(section)
@@ -187,7 +191,7 @@ def _cuts_of(
 ) -> dict[str, SliceCut]:
     """How the parameters of a section are cut for a member; nothing where it has fewer units than members."""
     n_units = _count_units(module, labels, config)
-    if ("rowwise" not in labels.values() and "colwise" not in labels.values()) or n_units < len(weights):
+    if not {"rowwise", "colwise", "transposed_rowwise"}.intersection(labels.values()) or n_units < len(weights):
         return {}
     units = slices(n_units, weights)[member]
     cuts: dict[str, SliceCut] = {}
@@ -224,7 +228,7 @@ def _count_units(module: Any, labels: Mapping[str, str], config: Any) -> int:
 def _cut(name: str, parameter: torch.Tensor, label: str, n_units: int, units: range, is_bias: bool = False) -> SliceCut:
     """Of what is added up one member adds the bias; any other bias is cut as the rows of its matrix."""
     dim, n_pieces = CUTS.get(label, (-1, 1))
-    if is_bias and dim == -1:
+    if is_bias and "rowwise" in label:
         return SliceCut(-1, 1, parameter.shape[-1], n_units, units, is_once=True)
     if is_bias or parameter.ndim == 1:
         dim = -1

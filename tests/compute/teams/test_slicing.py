@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -30,16 +31,18 @@ N_PROMPT, N_TOKENS, N_PREFIX = 9, 5, 3
 Gradients = dict[str, torch.Tensor]
 """By the names of what they are of."""
 TOLERANCE = 1e-5  # relative to the largest number
-TOLERANCES = {"hy_v4": 1e-3, **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_text with shared keys"), 5e-5)}
+TOLERANCES = {
+    "hy_v4": 1e-3,
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_text with shared keys", "gemma4_text with experts"), 5e-5),
+}
 """Of families whose numbers grow from block to block."""
 WITHOUT_A_PLAN = {
-    *("biogpt", "bitnet", "bloom", "diffllama", "falcon_mamba", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "lfm2"),
-    *("hunyuan_v1_dense", "lfm3", "mamba", "mpt", "opt", "persimmon", "stablelm", "xglm", "gpt_oss", "jetmoe", "bamba"),
-    *("codegen", "falcon", "falcon_h1", "gpt-sw3", "gpt_neo", "gptj", "mamba2", "moshi", "modernbert-decoder", "zaya"),
-    *("cosmos3_omni", "lfm2_vl", "lfm3_vl", "qwen3_vl", "hunyuan_vl", "molmo2"),
+    *("bitnet", "bloom", "codegen", "diffllama", "falcon", "falcon_mamba", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"),
+    *("gpt_neox_japanese", "gptj", "jetmoe", "lfm3", "lfm3_vl", "mamba", "mamba2", "modernbert-decoder", "molmo2"),
+    *("moshi", "mpt", "opt", "persimmon", "stablelm", "xglm", "zaya"),
 }
 REFUSED = {
-    **dict.fromkeys(WITHOUT_A_PLAN, "does not say how matrices"),
+    **dict.fromkeys(WITHOUT_A_PLAN, "it is not known how matrices"),
     "doge": "size of tensor",
     "inkling_text": "plan says all_reduce",
     "inkling_mm_model": "plan says all_reduce",
@@ -47,7 +50,7 @@ REFUSED = {
     "glm5_next": "cannot be multiplied",
     "qwen4_exp with per-layer embeddings": "plan says embedding_colwise",
 }
-IN_CI = {"llama", "qwen3_moe", "deepseek_v3", "phi3", "minimax_m2"}
+IN_CI = {"llama", "qwen3_moe", "deepseek_v3", "phi3", "minimax_m2", "gpt_oss"}
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +80,8 @@ def sizes_of_matrices(span: LoadedSpan, rows: torch.Tensor, positions: torch.Ten
     """Sizes of what enters and leaves the matrices of blocks that all tokens pass once."""
     sizes: dict[str, list[tuple[int, int]]] = {}
 
-    def note(name: str, _: nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:
-        if args[0][..., 0].numel() == positions.numel():
+    def note(name: str, _: nn.Module, args: tuple[torch.Tensor], out: Any) -> None:
+        if torch.is_tensor(out) and args[0][..., 0].numel() == positions.numel():
             sizes.setdefault(name, []).append((args[0].shape[-1], out.shape[-1]))
 
     linear = {name: part for name, part in span.model.named_modules() if isinstance(part, nn.Linear)}
