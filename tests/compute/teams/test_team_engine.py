@@ -189,7 +189,7 @@ def test_who_cannot_be_reached_is_left_out(far: Callable[[LoadSpan, int], list[F
 def test_auto_computes_alone_where_no_team_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = families.make_named("gpt2", tmp_path / "gpt2")
     loaded = load_engine(request(folder, tmp_path, team=(), team_mode="auto", compiled=False), SIGNALS)
-    assert loaded.description.team.startswith("alone: transformers does not say how matrices of gpt2 may be cut")
+    assert loaded.description.team.startswith("alone: it is not known how matrices of gpt2 may be cut")
     monkeypatch.setattr("swarmd.compute.serving.team_engine.pick_device", lambda device: "cuda:0")
     on_a_card = load_engine(request(folder, tmp_path, team=(), team_mode="auto", compiled=False), SIGNALS)
     assert on_a_card.description.team == ""
@@ -218,7 +218,7 @@ def test_what_members_say_of_themselves_is_checked() -> None:
 
 def test_a_family_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     folder = families.make_named("gpt2", tmp_path / "gpt2")
-    with pytest.raises(ConfigError, match="transformers does not say how matrices of gpt2 may be cut"):
+    with pytest.raises(ConfigError, match="it is not known how matrices of gpt2 may be cut"):
         load_engine(request(folder, tmp_path), SIGNALS)
 
 
@@ -231,7 +231,10 @@ def test_a_team_on_a_card_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("sum_s", "alone_s", "team_s", "said"),
     [
-        (9.0, 2.0, 1.0, r"a token takes 2000\.0 ms alone, and would take 3\d+\.\d in the best team$"),
+        pytest.param(
+            *(9.0, 2.0, 1.0, r"a token takes 2000\.0 ms alone, and would take 3\d+\.\d in the best team$"),
+            marks=pytest.mark.prove,
+        ),
         (0.0, 2.0, 3.0, r"alone: a token takes 2000\.0 ms .* and took 3000\.0 when it was tried$"),
         (0.0, 2.0, 1.0, r"0\.5:0\.5, of 2 units 1\+1, .*a token takes 2000\.0 ms alone.*; there it takes 1000\.0$"),
     ],
