@@ -297,7 +297,7 @@ class Daemon:
         elif isinstance(message, Accuse):
             await self.prober.judge(channel, message, frame.payload)
         elif isinstance(message, Records):
-            await self.exchange.merge_body_untrusted(frame.payload)
+            await self.exchange.take(channel, frame)
         else:
             return False
         return True

@@ -316,7 +316,15 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "teams": {"machine", "worker"},
         "serving": {"machine", "members", "teams", "worker"},
     },
-    "plan": {"links": set(), "chains": {"links"}, "owner": {"links"}, "runs": set(), "teams": set(), "trust": set()},
+    "plan": {
+        "links": set(),
+        "chains": {"links"},
+        "members": {"chains", "links"},
+        "owner": {"links"},
+        "runs": set(),
+        "teams": set(),
+        "trust": set(),
+    },
     "gateway": {"generation": set(), "apis": {"generation"}, "batches": {"apis"}},
     "protocol": {
         "membership": set(),

@@ -47,7 +47,7 @@ class MessageDispatch:
         if listener is not None:
             await listener.on_message(channel.peer, message, frame)
         elif isinstance(message, Records):
-            await self._exchange.merge_body_untrusted(frame.payload)
+            await self._exchange.take(channel, frame)
         elif isinstance(message, ExchangeDigest):
             await self._exchange.answer(channel, message, frame)
         elif isinstance(message, Ping):

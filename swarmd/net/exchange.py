@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 
 import msgspec
 import trio
@@ -18,16 +19,19 @@ from swarmd.errors import Forged, IntegrityError, PeerError, Refused, RemoteProt
 from swarmd.net.interfaces import own_networks
 from swarmd.net.roster import MAX_REMEMBERED_MEMBERS, Roster
 from swarmd.net.rpc import Channel, Rpc
-from swarmd.plan.chains.view import MAX_RECORDS, RecordBook, SwarmView, short_name
+from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.members.buckets import BucketDigest
+from swarmd.plan.members.record_book import MAX_RECORDS, RecordBook, short_name
 from swarmd.plan.owner.clock import MemberClocks, describe_wrong_clock
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.membership import records
+from swarmd.protocol.membership.beats import Beat
 from swarmd.protocol.membership.catalog import MAX_AHEAD_S, Right, read_catalog_untrusted
 from swarmd.protocol.membership.identity import Membership, read_links_untrusted
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import ExchangeBody, PeerRecord
-from swarmd.protocol.understanding import CHARTERS, SHORT_DIGESTS
+from swarmd.protocol.understanding import BEATS, CHARTERS, SHORT_DIGESTS
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import ExchangeDigest, ExchangeReply, Hello, Records
@@ -38,6 +42,7 @@ logger = logging.getLogger(__name__)
 EXCHANGE_TIMEOUT_S = 8.0  # a digest of 20,000 records on a slow link
 PUSH_TIMEOUT_S = 2.0  # to one peer: the others wait for it
 N_AT_ONCE = 16  # records to check before others work: 5 ms of signatures
+BEATS_AT_ONCE = 1_024  # to check before others work: a millisecond or two of hashes
 LEAST_INTERVAL_S = 0.1  # between two records of one key: news waits half of it longer than it would
 MAX_DIGEST_BYTES = 4 * 2**20  # 20,000 records of about 100 bytes, twice
 Digest = dict[Text, Count]
@@ -51,6 +56,7 @@ class Exchange:
         self.keys = keys
         self.roster = Roster(keys, wall_clock)
         self._catalog_news = trio.Event()
+        self._record_news = trio.Event()
         self._wall_clock = wall_clock
         self.book.talked_with = self.roster.met
         self._clocks = MemberClocks()
@@ -93,10 +99,13 @@ class Exchange:
             ahead_s = peer_time - (self._wall_clock() - took_s / 2)
             self._clocks.note(peer, ahead_s, trio.current_time())
 
-    def merge_untrusted(self, raw: bytes, is_own: bool = False) -> bool:
+    def merge_untrusted(
+        self, raw: bytes, is_own: bool = False, beats: Mapping[bytes, Beat] = MappingProxyType({})
+    ) -> bool:
         """Take one record if it counts. Raises IntegrityError for a forged one; returns whether it was news.
 
-        What would not be taken in any case is not checked: signatures cost a hundred times as much.
+        ``beats`` came with it, by their chains. What would not be taken in any case is not checked: signatures cost a
+        hundred times as much.
         """
         # Cheap questions come first: a peer that repeats old records, or sends one key's again and again, makes this
         # side do little. What the claim says is believed only to turn it down: before a record is taken, its bytes
@@ -111,7 +120,7 @@ class Exchange:
             logger.debug("no record of %s: %s", claim.peer, decision.reason)
             return False
         try:
-            verified = records.read_untrusted(raw, self.roster.admission.founders.ever, self._wall_clock())
+            verified = records.read_untrusted(raw, self.roster.admission.founders.ever, self._wall_clock(), beats)
             membership_ends_at = self.roster.require_pass(verified.membership).ends_at
         except Refused:
             return False
@@ -160,39 +169,58 @@ class Exchange:
         await self._catalog_news.wait()
         self._catalog_news = trio.Event()
 
+    async def next_record(self) -> None:
+        """Return once another member's record has come since this was last asked."""
+        await self._record_news.wait()
+        self._record_news = trio.Event()
+
     async def merge_body_untrusted(self, payload: memoryview) -> ExchangeBody:
         """Take all that one frame brought, and let others work meanwhile. Raises Forged when any of it is."""
         body = decode(payload, ExchangeBody, "a records payload")
         try:
             if body.catalog is not None and not self.merge_catalog_untrusted(body.catalog):
                 body = msgspec.structs.replace(body, catalog=None)  # no news
+            beats = {beat.chain: beat for beat in body.beats}
             for first in range(0, len(body.envelopes), N_AT_ONCE):
                 async with self._merging:  # one frame's after the other's: who sends many waits for himself
                     for raw in body.envelopes[first : first + N_AT_ONCE]:
-                        self.merge_untrusted(raw)
+                        if self.merge_untrusted(raw, beats=beats):
+                            self._record_news.set()
+            for first in range(0, len(body.beats), BEATS_AT_ONCE):
+                async with self._merging:
+                    self.book.take_beats_untrusted(body.beats[first : first + BEATS_AT_ONCE])
         except IntegrityError as error:
             raise Forged(f"records that do not verify: {error}") from None
         return body
 
     async def pull(self, rpc: Rpc, peer: PeerId, timeout_s: float = EXCHANGE_TIMEOUT_S) -> bool:
         """Send a peer my digest, take what I lack, send what it lacks; was there any? Raises PeerError."""
-        # One exchange in three messages, after which both books are equal:
+        # One exchange in three messages, or four, after which both books are equal:
         #
         #     here                                     there
-        #     ExchangeDigest: sequence numbers  ---->
-        #                                       <----  ExchangeReply: records that are newer there, names wanted
-        #     Records: those that are wanted    ---->
+        #     ExchangeDigest: hashes of buckets, ---->
+        #       numbers of beats                <----  ExchangeReply: newer beats, chains whose beats are wanted;
+        #                                              sequence numbers of what is in buckets that differ
+        #     Records: those that are newer here, ---->
+        #       beats wanted, names wanted      <----  Records: those that are wanted
+        #
+        # With members that know no beats it is sequence numbers of all records, then records and names, then records.
         record = self.view().peers.get(peer)
-        is_short = record is not None and record.minor >= SHORT_DIGESTS
-        naming = short_name if is_short else str
-        digest = msgspec.msgpack.encode(self.book.digest(naming))
+        minor = 0 if record is None else record.minor
+        naming = short_name if minor >= SHORT_DIGESTS else str
+        is_bucketed = minor >= BEATS
+        digest = self.book.bucket_digest() if is_bucketed else self.book.digest(naming)
         charters, root, version = self.book.catalog.rank if self.book.catalog_raw else (0, 0, 0)
         request = ExchangeDigest(
-            catalog_version=version, catalog_root=root, catalog_charters=charters, is_short=is_short
+            catalog_version=version,
+            catalog_root=root,
+            catalog_charters=charters,
+            is_short=naming is short_name,
+            is_bucketed=is_bucketed,
         )
         begun = trio.current_time()
         try:
-            reply, frame = await rpc.call(peer, request, digest, timeout_s, "bulk")
+            reply, frame = await rpc.call(peer, request, msgspec.msgpack.encode(digest), timeout_s, "bulk")
         except Refused as error:
             self._note_clock(peer, error.peer_time)
             raise
@@ -206,12 +234,25 @@ class Exchange:
             rpc.standing.fault(peer, fault, str(error))
             raise
         envelopes = self.book.pick(set(body.want), naming) if body.want else []
-        if envelopes:
+        want: list[str] = []
+        if isinstance(digest, BucketDigest) and body.buckets:
+            envelopes, want = self.book.compare_in_buckets(len(digest.numbers), body.buckets, body.digest)
+        beats = [*self.book.last_beats(body.want_beats), *self.book.beats_for(envelopes)]
+        if envelopes or want or beats:
             channel = await rpc.channel(peer, "bulk")
-            catalog = self.book.catalog_raw if self._is_news_to(peer) else None  # else its founders are not known there
-            answer = ExchangeBody(envelopes=envelopes, catalog=catalog)
+            is_news = bool(envelopes) and self._is_news_to(peer)
+            catalog = self.book.catalog_raw if is_news else None  # else its founders are not known there
+            answer = ExchangeBody(envelopes=envelopes, want=want, catalog=catalog, beats=beats)
             await channel.send(Records(), msgspec.msgpack.encode(answer))
-        return bool(envelopes or body.envelopes or body.catalog)
+        return bool(envelopes or want or body.envelopes or body.catalog)
+
+    async def take(self, channel: Channel, frame: Frame) -> None:
+        """Take records that came by themselves, or at the end of an exchange, and give what is wanted in return."""
+        body = await self.merge_body_untrusted(frame.payload)
+        if body.want:
+            envelopes = self.book.pick(set(body.want), short_name)
+            answer = ExchangeBody(envelopes=envelopes, beats=self.book.beats_for(envelopes))
+            await channel.send(Records(), msgspec.msgpack.encode(answer))
 
     async def push(
         self,
@@ -219,13 +260,21 @@ class Exchange:
         raws: list[bytes],
         peers: Iterable[PeerId],
         catalog: bool = False,
+        beats: Sequence[Beat] = (),
     ) -> None:
-        """Take this process's own records, and tell those of ``peers`` that are connected in bulk, each within 2 s."""
+        """Take this process's own records and beats, and tell those of ``peers`` that are connected in bulk.
+
+        Each of them within 2 s; of beats alone they hear in exchanges.
+        """
         for raw in raws:
-            self.merge_untrusted(raw, is_own=True)
-        plain = msgspec.msgpack.encode(ExchangeBody(envelopes=raws))
+            self.merge_untrusted(raw, is_own=True, beats={beat.chain: beat for beat in beats})
+        self.book.take_beats_untrusted(beats)
+        if not raws and not catalog:
+            return
+        body = ExchangeBody(envelopes=raws, beats=[*beats])
+        plain = msgspec.msgpack.encode(body)
         with_catalog = (
-            msgspec.msgpack.encode(ExchangeBody(envelopes=raws, catalog=self.book.catalog_raw)) if catalog else plain
+            msgspec.msgpack.encode(msgspec.structs.replace(body, catalog=self.book.catalog_raw)) if catalog else plain
         )
         for peer in peers:
             channel = rpc.find_channel(peer, "bulk")
@@ -237,12 +286,22 @@ class Exchange:
         """Answer somebody's digest with what it lacks and what this side wants."""
         if len(frame.payload) > MAX_DIGEST_BYTES:
             raise RemoteProtocolError(f"a digest of {len(frame.payload)} B; the limit is {MAX_DIGEST_BYTES}")
-        naming = short_name if message.is_short else str
-        send, want = self.book.compare(decode(frame.payload, Digest, "a digest"), naming)
+        if message.is_bucketed:
+            differs = self.book.compare_buckets(decode(frame.payload, BucketDigest, "a digest"))
+            body = ExchangeBody(
+                beats=self.book.last_beats(differs.newer_here),
+                want_beats=differs.newer_there,
+                buckets=differs.buckets,
+                digest=self.book.in_buckets(differs.n).names_in(differs.buckets),
+            )
+        else:
+            naming = short_name if message.is_short else str
+            send, want = self.book.compare(decode(frame.payload, Digest, "a digest"), naming)
+            body = ExchangeBody(envelopes=send, want=want, beats=self.book.beats_for(send))
         peer_rank = (message.catalog_charters, message.catalog_root, message.catalog_version)
         is_newer = not any(peer_rank) or self.book.catalog.rank > peer_rank
         catalog = self.book.catalog_raw if is_newer and self._reads_charters(channel.peer) else None
-        body = ExchangeBody(envelopes=send, want=want, catalog=catalog)
+        body = msgspec.structs.replace(body, catalog=catalog)
         reply = ExchangeReply(re=message.id, now=int(self._wall_clock()))
         await channel.answer(reply, msgspec.msgpack.encode(body))
 

@@ -12,11 +12,12 @@ from swarmd.protocol.membership.records import PeerRecord
 from swarmd.protocol.wire.messages import KNOWN_NEEDS
 from swarmd.protocol.wire.tensors import CODECS
 
-MINOR = 8  # grows with each message, codec or need that is added
+MINOR = 9  # grows with each message, codec or need that is added
 
 CHARTERS = 5  # the minor from which on catalogs may be signed by other founders than the first
 RECEIPTS = 6  # the minor from which on servers sign what passes through them, and what that goes on from
 VOIDS = 7  # the minor from which on ops can be void
+BEATS = 9  # the minor from which on records may live by beats, and digests may be by buckets
 SHORT_DIGESTS = 2  # the minor from which on digests may name records shortly
 
 

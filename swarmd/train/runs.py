@@ -13,7 +13,7 @@ from swarmd.errors import ConfigError, IntegrityError
 from swarmd.net.api import TaskStatus
 from swarmd.net.rpc import Channel
 from swarmd.net.tasks import Tasks
-from swarmd.plan.chains.view import MAX_RUNS
+from swarmd.plan.members.record_book import MAX_RUNS
 from swarmd.plan.runs.stages import choose_stage
 from swarmd.protocol.runs.recipe import Run, RunOrder, is_called, read_run_untrusted, sign_order
 from swarmd.protocol.wire.frames import Frame

@@ -17,7 +17,7 @@ from swarmd.client.sessions.session import ChainSession
 from swarmd.errors import Code, PeerError, Refused
 from swarmd.net.rpc import MAX_CHANNELS
 from swarmd.plan.chains.hop import UNUSED_LEASE_S
-from swarmd.plan.chains.view import MAX_RECORDS_OF_A_PEER
+from swarmd.plan.members.record_book import MAX_RECORDS_OF_A_PEER
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
 from swarmd.protocol.membership.identity import Identity, certify

@@ -14,9 +14,9 @@ from swarmd.errors import IntegrityError, Refused
 from swarmd.net import exchange as exchanges
 from swarmd.net.exchange import Exchange
 from swarmd.node.serving.trials import Trials
-from swarmd.plan.chains import view
 from swarmd.plan.chains.placement import Own
-from swarmd.plan.chains.view import MAX_PEERS_OF_A_VOUCHER, MAX_RECORDS_OF_A_VOUCHER
+from swarmd.plan.members import record_book
+from swarmd.plan.members.record_book import MAX_PEERS_OF_A_VOUCHER, MAX_RECORDS_OF_A_VOUCHER
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
@@ -91,7 +91,7 @@ async def test_one_invite_cannot_crowd_out_others(kind: str, virtual_time: MockC
         elif kind == "clients":
             who, sort, more = invite.client_of(*member), RunRecord, {"run": "r" * 64}
         else:
-            if number % view.MAX_RECORDS_OF_A_PEER == 0:
+            if number % record_book.MAX_RECORDS_OF_A_PEER == 0:
                 member = invite.member()
             who, sort, more = member, RunRecord, {"run": f"{number:064}"}
         n_taken += exchange.merge_untrusted(record_of(*who, EPOCH_S, sort, **more))
@@ -125,7 +125,7 @@ async def test_what_is_not_wanted_is_not_checked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_expired_record_gives_back_its_place() -> None:
-    invite, book = Invite(FOUNDER), view.RecordBook()
+    invite, book = Invite(FOUNDER), record_book.RecordBook()
     for second in range(3):
         taken = [
             book.add(read_untrusted(record_of(*invite.member(), EPOCH_S + second), KEYS.founder_key, EPOCH_S))
@@ -141,8 +141,8 @@ def test_an_expired_record_gives_back_its_place() -> None:
 
 
 def test_a_full_book_lets_go_of_a_crowd_and_of_nobody_that_was_talked_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "MAX_RECORDS", 50)
-    book, crowd = view.RecordBook(), Invite(FOUNDER)
+    monkeypatch.setattr(record_book, "MAX_RECORDS", 50)
+    book, crowd = record_book.RecordBook(), Invite(FOUNDER)
 
     def taken(who: tuple[Identity, tuple[bytes, ...]]) -> bool:
         return book.add(read_untrusted(record_of(*who, EPOCH_S), KEYS.founder_key, EPOCH_S)).action

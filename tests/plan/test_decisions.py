@@ -26,7 +26,8 @@ from swarmd.plan.chains.placement import (
     hazard_per_s,
 )
 from swarmd.plan.chains.routing import RouteQuery, best_alternative, best_route, least_loaded_route, pass_s
-from swarmd.plan.chains.view import RecordBook, SwarmView, short_name
+from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.members.record_book import RecordBook, short_name
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Identity, Membership
 from swarmd.protocol.membership.records import SpanRecord, VerifiedRecord

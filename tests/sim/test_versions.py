@@ -20,7 +20,7 @@ from tests.protocol.test_untrusted import KEYS, MEMBER, peer_record
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
 OLD = Understanding(0, ("raw", "float16"), OURS.needs - {"exact"})
-LATER = Understanding(9, (*OURS.codecs, "int4x"), OURS.needs | {"telepathy"})
+LATER = Understanding(OURS.minor + 1, (*OURS.codecs, "int4x"), OURS.needs | {"telepathy"})
 
 
 @pytest.mark.parametrize("changes", [{"codec": "int8"}, {"codec": "raw", "grade": "exact"}], ids=str)

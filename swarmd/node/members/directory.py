@@ -24,15 +24,15 @@ from swarmd.node.members.link_probes import LinkProbes
 from swarmd.node.members.record_signer import RecordSigner
 from swarmd.node.members.rendezvous import Rendezvous
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.members.pacing import LEAST_EXCHANGE_S, exchange_s
 from swarmd.protocol.membership.records import ExchangeBody
+from swarmd.protocol.understanding import BEATS
 from swarmd.status import DirectoryStatus
 from swarmd.values import Decision, PeerId
 
 logger = logging.getLogger(__name__)
 
-EXCHANGE_INTERVAL_S = 2.0  # news crosses a swarm in a few of these
-QUIET_EXCHANGE_S = 8.0  # where pushes reach all and exchanges bring nothing: a seventh of a record's life
-ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life: two may be lost
+ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life where there are no beats: two may be lost
 N_PUSHED_TO = 6  # of an urgent record: all hear of it in log6(n) steps
 
 Describe = Callable[[], list[dict[str, Any]]]
@@ -51,8 +51,8 @@ class DirectoryServices:
 
 # Five loops, each with its own pace, so that none waits for another:
 #
-#     announce     sign this peer's records, push them to a few members   every 20 s, at once when something changed
-#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 8 s while nothing is new
+#     announce     sign what is new, push it to a few members; a beat     every 20 s or more, at once when it changed
+#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 4 to 10 s while nothing is new
 #     rendezvous   be found, and find, through the DHT                    rarely
 #     silent       was a message too large to pass, as it was not answered?  after an exchange that timed out
 #     probe        measure round trips, and bandwidth to one member       every 30 s
@@ -152,14 +152,16 @@ class Directory:
             await self.probes.probe_sizes(peer, may_reconnect=peer not in self._others())
 
     async def _exchange_loop(self) -> None:
-        """Exchange with somebody, less and less often while it brings nothing to either side and no run needs news."""
-        interval_s = EXCHANGE_INTERVAL_S
+        """Exchange with somebody, more rarely while it brings nothing but beats and no run needs news."""
+        interval_s = LEAST_EXCHANGE_S
         while True:
             is_quiet = await self._exchange_once()
             if any(run.peer == self._rpc.network.peer_id for run in self.view().runs):
                 is_quiet = False
-            interval_s = min(QUIET_EXCHANGE_S, 2 * interval_s) if is_quiet else EXCHANGE_INTERVAL_S
-            await trio.sleep(interval_s * self._rng.uniform(0.75, 1.25))
+            interval_s = min(exchange_s(len(self.view().peers)), 2 * interval_s) if is_quiet else LEAST_EXCHANGE_S
+            with trio.move_on_after((interval_s - LEAST_EXCHANGE_S) * self._rng.uniform(0.75, 1.25)):
+                await self.exchange.next_record()
+            await trio.sleep(LEAST_EXCHANGE_S * self._rng.uniform(0.75, 1.25))  # news that comes together goes together
 
     async def _exchange_once(self) -> bool:
         """Exchange with one peer; did both sides know all?"""
@@ -208,26 +210,32 @@ class Directory:
         while True:
             self._announce_now = trio.Event()
             await self.announce()
-            with trio.move_on_after(ANNOUNCE_INTERVAL_S):
+            until_beat_s = self._signer.next_beat_s()
+            with trio.move_on_after(ANNOUNCE_INTERVAL_S if until_beat_s is None else until_beat_s) as waiting:
                 await self._announce_now.wait()
-            await trio.sleep(0.2)  # changes that come together go out together
+            if not waiting.cancelled_caught:
+                await trio.sleep(0.2)  # changes that come together go out together
 
     async def announce(self) -> None:
-        """Sign this peer's own records anew and tell some of those it is connected with."""
+        """Sign what is new of this peer and tell some of those it is connected with; show that it is there."""
         self._note_company()
-        raws = self._signer.sign(self._describe())
+        members = self.view().peers
+        know_beats = all(record.minor >= BEATS for record in members.values())
+        announcement = self._signer.renew(self._describe(), len(members), know_beats)
         connected: list[PeerId] = []
         if self._is_exchange_on:
             connected = sorted(self._rpc.peers() - {self._rpc.network.peer_id})
         receivers = self._rng.sample(connected, min(N_PUSHED_TO, len(connected)))
         newest = self.exchange.book.catalog.rank
-        await self.exchange.push(self._rpc, raws, receivers, catalog=newest != self._told_of_catalog)
+        is_told = newest == self._told_of_catalog
+        await self.exchange.push(self._rpc, announcement.news, receivers, not is_told, announcement.beats)
         if receivers:
             self._told_of_catalog = newest
 
     def _own_value(self) -> bytes:
         """What the DHT keeps of this peer: its records."""
-        return msgspec.msgpack.encode(ExchangeBody(envelopes=self._signer.sign(self._describe())))
+        raws, beats = self._signer.current(self._describe())
+        return msgspec.msgpack.encode(ExchangeBody(envelopes=raws, beats=beats))
 
     def _note_reason(self, reason: str) -> None:
         self._reason = reason

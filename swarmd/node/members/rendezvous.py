@@ -136,9 +136,10 @@ def value_validator(
         body = decode(value, ExchangeBody, "a value", IntegrityError)
         if body.catalog is not None:
             raise IntegrityError("a catalog in a value of the DHT")
+        beats = {beat.chain: beat for beat in body.beats}
         highest = 0
         for raw in body.envelopes:
-            verified = records.read_untrusted(raw, exchange.roster.admission.founders.ever, wall_clock())
+            verified = records.read_untrusted(raw, exchange.roster.admission.founders.ever, wall_clock(), beats)
             if record_key(exchange.keys.swarm_id, PeerId(verified.record.peer)) != key:
                 raise IntegrityError(f"a record of {verified.record.peer} under the key {key}")
             highest = max(highest, verified.record.sequence)

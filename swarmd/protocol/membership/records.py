@@ -6,7 +6,9 @@ A record is ``Envelope(body, signature)``; the signature is checked over the byt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,6 +16,7 @@ import msgspec
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.names import MAX_MEMBER_NAME
 from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Stage, Text
+from swarmd.protocol.membership.beats import HASH_BYTES, Beat, ChainName, Life
 from swarmd.protocol.membership.identity import (
     Identity,
     Membership,
@@ -28,6 +31,7 @@ MAX_RECORD_BYTES = 8_192  # so that an exchange of 20,000 stays small
 RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
 MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour
 MAX_SKEW_S = 120  # volunteers' clocks differ
+MOST_SENT_BEATS = 20_000  # in one message: of all members of a large swarm, half a MiB
 _DOMAIN = b"swarmd record 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Blocks = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
@@ -40,13 +44,19 @@ FIRST_NEEDS = ("adapter", "codec", "crop", "exact", "padding", "record_past", "r
 
 
 class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
-    """What all records share. Times are unix seconds; ``sequence`` grows with every announcement."""
+    """What all records share. Times are unix seconds; ``sequence`` grows with every announcement.
+
+    A record with a ``chain`` of beats counts for as long as these are shown: one from ``begun_at`` on each ``beat_s``.
+    """
 
     peer: Name
     sequence: Count
     issued_at: Count
     expires_at: Count
     certificate: Certificate
+    chain: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = b""
+    begun_at: Count = 0
+    beat_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIFETIME_S)] = 0
 
 
 class ProbeFinding(msgspec.Struct, frozen=True, array_like=True):
@@ -176,20 +186,32 @@ class _Author(msgspec.Struct, frozen=True):
 
 
 class ExchangeBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Payload of a records frame: envelopes, encoded, what the sender wants back, and its catalog if newer."""
+    """Payload of a records frame: envelopes, encoded, what the sender wants back, and its catalog if newer.
+
+    ``beats``: those that are new, and the last ones of the envelopes' chains. ``want_beats``: chains whose last beats
+    the sender wants. ``buckets`` differ, and ``digest`` has sequence numbers by short names of what is in them there.
+    """
 
     envelopes: Annotated[list[bytes], msgspec.Meta(max_length=4_096)] = []
     want: Annotated[list[Text], msgspec.Meta(max_length=4_096)] = []
     catalog: bytes | None = None
+    beats: Annotated[list[Beat], msgspec.Meta(max_length=MOST_SENT_BEATS)] = []
+    want_beats: Annotated[list[ChainName], msgspec.Meta(max_length=MOST_SENT_BEATS)] = []
+    buckets: Annotated[list[Count], msgspec.Meta(max_length=4_096)] = []
+    digest: dict[Text, Count] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRecord:
-    """A record whose signature, ownership, membership and times were checked, with the bytes to pass on."""
+    """A record whose signature, ownership, membership and times were checked, with the bytes to pass on.
+
+    ``life``: what was known of its chain of beats when it was checked.
+    """
 
     record: AnyRecord
     membership: Membership
     raw: bytes
+    life: Life | None = None
 
     @property
     def key(self) -> str:
@@ -222,9 +244,14 @@ def _join_key(
     return f"{peer}/{place}"
 
 
-def expiry_of(now: int, until: int) -> int:
+def expiry_of(now: int, until: int, lifetime_s: int = RECORD_LIFETIME_S) -> int:
     """When a record of one's own that is issued now ends: with one's membership at the latest."""
-    return max(now + 1, min(now + RECORD_LIFETIME_S, until))
+    return max(now + 1, min(now + lifetime_s, until))
+
+
+def life_of(record: AnyRecord) -> Life | None:
+    """The life that beats are to prove of a record; None for one that ends when it says."""
+    return Life(record.peer, record.chain, record.begun_at, record.beat_s) if record.chain else None
 
 
 def sign(record: AnyRecord, identity: Identity) -> bytes:
@@ -256,8 +283,12 @@ def read_claim(raw: bytes) -> Claim:
     return decode(envelope.body, Claim, "a record", IntegrityError)
 
 
-def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -> VerifiedRecord:
+def read_untrusted(
+    raw: bytes, issuers: bytes | tuple[bytes, ...], now: float, beats: Mapping[bytes, Beat] = MappingProxyType({})
+) -> VerifiedRecord:
     """Check one record from anywhere; whether its author is a member now is for plan.trust.admission to say.
+
+    ``beats``, by their chains, came with it, and may prove that its author is there.
 
     Raises IntegrityError for forged or malformed bytes, which cost their sender standing, and Refused for an honest
     record that does not count (expired, skewed, of a later version), which costs nobody anything.
@@ -279,9 +310,24 @@ def read_untrusted(raw: bytes, issuers: bytes | tuple[bytes, ...], now: float) -
         raise IntegrityError(f"a record that ends {-lifetime_s} s before it begins")
     if isinstance(record, SpanRecord) and record.start >= record.end:
         raise IntegrityError(f"a span needs start < end, got {record.start}:{record.end}")
-    if record.expires_at <= now or record.issued_at > now + MAX_SKEW_S:
+    life = _read_life_untrusted(record, beats)
+    ends_at = record.expires_at if life is None else min(record.expires_at, life.counts_until)
+    if ends_at <= now or record.issued_at > now + MAX_SKEW_S:
         raise Refused(Code.REFUSED, f"the record of {record.peer} is expired or from the future")
     membership = follow_untrusted(record.certificate, issuers, record.peer)
     if membership.role == "client" and not isinstance(record, RunRecord):
         raise Refused(Code.NOT_A_MEMBER, "clients announce nothing but their part in a training run")
-    return VerifiedRecord(record, membership, raw)
+    return VerifiedRecord(record, membership, raw, life)
+
+
+def _read_life_untrusted(record: AnyRecord, beats: Mapping[bytes, Beat]) -> Life | None:
+    """The life of a record's chain, with the beat that came with it. Raises IntegrityError for one that cannot be."""
+    life = life_of(record)
+    if life is None:
+        return None
+    if len(record.chain) != HASH_BYTES or not record.beat_s or record.begun_at > record.issued_at:
+        raise IntegrityError(f"a chain of beats of {len(record.chain)} B, each {record.beat_s} s, that begins later")
+    beat = beats.get(life.chain)
+    if beat is not None and life.take_untrusted(beat.number, beat.value) is None:
+        raise IntegrityError(f"a beat that is not of the chain of {record.peer}")
+    return life

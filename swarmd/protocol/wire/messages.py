@@ -83,16 +83,22 @@ class Pong(Message, tag="pong", frozen=True):
 
 
 class ExchangeDigest(Request, tag="digest", frozen=True):
-    """A msgpack map of record keys (``is_short``: of plan.chains.view's short names) to the sequence numbers known."""
+    """What is known: the payload is a msgpack map, or by buckets (``is_bucketed``: plan.members.buckets.BucketDigest).
+
+    The map is of record keys (``is_short``: of plan.members.record_book's short names) to their sequence numbers.
+    """
 
     catalog_version: Count = 0
     catalog_root: Count = 0
     is_short: bool = False
     catalog_charters: Count = 0
+    is_bucketed: bool = False
 
 
 class ExchangeReply(Message, tag="digest_reply", frozen=True):
-    """What you lack, and in ``want`` what I lack, named as the digest does: the payload is an ``ExchangeBody``.
+    """What you lack, and what I lack, named as the digest does: the payload is an ``ExchangeBody``.
+
+    To a digest by buckets: beats, and what is in the buckets that differ.
 
     ``now`` is as in ``Hello``: clocks are set while members are connected.
     """
@@ -102,7 +108,7 @@ class ExchangeReply(Message, tag="digest_reply", frozen=True):
 
 
 class Records(Message, tag="records", frozen=True):
-    """Records (and perhaps a catalog) that the receiver asked for or that just changed; payload: ``ExchangeBody``."""
+    """Records and beats that the receiver asked for or that are new, and what is wanted; payload: ``ExchangeBody``."""
 
 
 class WantManifest(Request, tag="want_manifest", frozen=True):

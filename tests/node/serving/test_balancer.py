@@ -11,7 +11,8 @@ import pytest
 
 from swarmd.node.serving.balancer import Balancer, BalancerServices, Turnover
 from swarmd.plan.chains.placement import Target
-from swarmd.plan.chains.view import RecordBook, SwarmView
+from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.members.record_book import RecordBook
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Membership
 from swarmd.protocol.membership.records import AnyRecord, PeerRecord, SpanRecord, VerifiedRecord

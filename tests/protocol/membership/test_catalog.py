@@ -12,7 +12,7 @@ import pytest
 from swarmd.errors import ConfigError, IntegrityError
 from swarmd.home.founder import Founder
 from swarmd.home.paths import Home
-from swarmd.plan.chains.view import RecordBook
+from swarmd.plan.members.record_book import RecordBook
 from swarmd.protocol.membership.catalog import (
     MAX_CATALOG_BYTES,
     AdmittedMember,

@@ -1,0 +1,263 @@
+"""What it costs a member to know who else is in a large swarm while nobody asks for anything, and how soon it knows.
+
+    python -m benchmarks.members [--members 200 1000] [--minutes 10] [--before]
+
+Real record books, signatures, beats and exchanges; no network, and virtual time: messages arrive at once, and count
+with frames, TCP's and IP's headers and acknowledgements (plan.links.traffic), without what encrypts and multiplexes.
+Each member announces itself and a span. Told are bytes each way and CPU seconds of a member; then when a newcomer is
+known to all, and when one that died is known to nobody. ``--before``: as members did that knew no beats, for a virtual
+minute. A record is checked once for all, and its check counted for each (0.44 ms, ../shared/facts/scale.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import trio
+from trio.testing import MockClock
+
+from swarmd.errors import Unreachable
+from swarmd.net.exchange import Exchange
+from swarmd.node.members.record_signer import RecordSigner
+from swarmd.plan.links.traffic import ack_bytes, wire_bytes
+from swarmd.plan.members.pacing import LEAST_EXCHANGE_S, exchange_s
+from swarmd.protocol.membership import records
+from swarmd.protocol.membership.identity import Identity, certify
+from swarmd.protocol.membership.invite import SwarmKeys
+from swarmd.protocol.membership.records import VerifiedRecord
+from swarmd.protocol.understanding import BEATS, OURS
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import encode_frame
+from swarmd.values import PeerId
+
+EPOCH_S, YEAR_S = 1_700_000_000, 31_536_000
+FOUNDER = Identity(b"f" * 32)
+KEYS = SwarmKeys("bench", FOUNDER.public_key, b"\0" * 32)
+CHECK_S = 0.44e-3  # of CPU: two signatures
+SETTLE_S = 120.0  # until all know all, and exchanges are quiet
+OLD_ANNOUNCE_S, OLD_EXCHANGE_S = 20.0, 2.0  # before beats: there was always news
+GIVE_UP_S = 900.0
+
+
+def frame_of(payload: bytes) -> Frame:
+    return Frame(b"", memoryview(payload), payload)
+
+
+class Checks:
+    """Checks a record once for all members, each of which gets a life of its own to follow."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self._verified: dict[bytes, VerifiedRecord] = {}
+        self._check = records.read_untrusted
+
+    def read(self, raw: bytes, issuers: Any, now: float, beats: Any = None) -> VerifiedRecord:
+        self.n += 1
+        known = self._verified.get(raw)
+        if known is None:
+            known = self._verified[raw] = self._check(raw, issuers, now, beats or {})
+        life = records.life_of(known.record)
+        if life is not None and (beat := (beats or {}).get(life.chain)):
+            life.take_untrusted(beat.number, beat.value)
+        return VerifiedRecord(known.record, known.membership, raw, life)
+
+
+@dataclass
+class Member:
+    """One member's book, and what has passed between it and others."""
+
+    swarm: Swarm
+    number: int
+    up_bytes: int = 0
+    down_bytes: int = 0
+    cpu_s: float = 0.0
+    interval_s: float = LEAST_EXCHANGE_S
+    standing: Any = field(default_factory=lambda: SimpleNamespace(fault=lambda *_: None))
+
+    def __post_init__(self) -> None:
+        identity = Identity((self.number + 1).to_bytes(32, "big"))
+        certificate = (certify(FOUNDER, identity.public_key, "member", EPOCH_S + YEAR_S),)
+        self.peer = identity.peer_id
+        self.exchange = Exchange(KEYS, self.swarm.wall_clock)
+        self.signer = RecordSigner(identity, certificate, self.exchange, self.swarm.wall_clock)
+
+    def describe(self) -> list[dict[str, Any]]:
+        minor = OURS.minor if self.swarm.with_beats else BEATS - 1
+        addresses = (f"/ip4/203.0.113.{self.number % 250}/tcp/4001",)
+        peer = {"kind": "peer", "addresses": addresses, "version": "1.0", "minor": minor, "codecs": OURS.codecs}
+        trips = {str(n) * 52: 20.0 for n in range(8)}
+        span = {"kind": "span", "model": "m" * 64, "start": 0, "end": 8, "state": "online", "round_trip_ms": trips}
+        return [peer | {"device": "NVIDIA GeForce RTX 3060", "memory_bytes": 16 << 30, "cores": 8}, span]
+
+    async def announce(self) -> None:
+        announced = self.signer.renew(self.describe(), len(self.exchange.view().peers), self.swarm.with_beats)
+        receivers = self.swarm.rng.sample(self.swarm.others(self), min(6, len(self.swarm.alive) - 1))
+        await self.exchange.push(self, announced.news, [other.peer for other in receivers], beats=announced.beats)  # type: ignore[arg-type]
+
+    async def exchange_once(self) -> None:
+        known = sorted(self.exchange.view().peers.keys() - {self.peer})
+        other = self.swarm.rng.choice(known or [other.peer for other in self.swarm.others(self)])
+        try:
+            is_news = await self.exchange.pull(self, PeerId(other))  # type: ignore[arg-type]
+        except Unreachable:
+            return
+        quiet_s = exchange_s(len(self.exchange.view().peers))
+        self.interval_s = LEAST_EXCHANGE_S if is_news else min(quiet_s, 2 * self.interval_s)
+
+    # what an exchange asks of its connections
+
+    async def call(self, peer: PeerId, request: Any, payload: bytes, *_: Any) -> tuple[Any, Frame]:
+        other = self.swarm.require(peer)
+        self._count(other, request, payload)
+        answers: list[tuple[Any, bytes]] = []
+
+        async def answer(reply: Any, reply_payload: bytes) -> None:
+            other._count(self, reply, reply_payload)
+            answers.append((reply, reply_payload))
+
+        channel = SimpleNamespace(peer=self.peer, answer=answer)
+        await other.exchange.answer(channel, request, frame_of(payload))  # type: ignore[arg-type]
+        ((reply, reply_payload),) = answers
+        return reply, frame_of(reply_payload)
+
+    async def channel(self, peer: PeerId, purpose: str) -> Any:
+        return self.find_channel(peer, purpose)
+
+    def find_channel(self, peer: PeerId, _: str) -> Any:
+        other = self.swarm.require(peer)
+
+        async def send(message: Any, payload: bytes) -> None:
+            self._count(other, message, payload)
+            await other.exchange.take(other.find_channel(self.peer, ""), frame_of(payload))
+
+        return SimpleNamespace(peer=self.peer, send=send)
+
+    def _count(self, other: Member, message: Any, payload: bytes) -> None:
+        n_bytes = len(encode_frame(message, payload))
+        self.up_bytes += wire_bytes(n_bytes)
+        other.down_bytes += wire_bytes(n_bytes)
+        other.up_bytes += ack_bytes(n_bytes)
+        self.down_bytes += ack_bytes(n_bytes)
+
+
+class Swarm:
+    """All members, and what each does next."""
+
+    def __init__(self, n: int, with_beats: bool) -> None:
+        self.rng = random.Random(n)
+        self.with_beats = with_beats
+        self.now_s = 0.0
+        self.alive: dict[str, Member] = {}
+        self._due: list[tuple[float, int, str, Member]] = []
+        for number in range(n):
+            self.add(Member(self, number))
+
+    def wall_clock(self) -> float:
+        return EPOCH_S + self.now_s
+
+    def add(self, member: Member) -> None:
+        self.alive[member.peer] = member
+        self._plan(self.rng.uniform(0, 20), "announce", member)
+        self._plan(self.rng.uniform(0, 2), "exchange", member)
+
+    def others(self, member: Member) -> list[Member]:
+        return [other for other in self.alive.values() if other is not member]
+
+    def require(self, peer: str) -> Member:
+        if peer not in self.alive:
+            raise Unreachable(peer)
+        return self.alive[peer]
+
+    def _plan(self, in_s: float, what: str, member: Member) -> None:
+        heapq.heappush(self._due, (self.now_s + in_s, self.rng.getrandbits(32), what, member))
+
+    async def introduce(self) -> None:
+        """Have all know all, as they would after a while."""
+        announced = [(m, m.signer.renew(m.describe(), len(self.alive), self.with_beats)) for m in self.alive.values()]
+        for member in self.alive.values():
+            for _, announcement in announced:
+                for raw in announcement.news:
+                    member.exchange.merge_untrusted(raw, is_own=True)
+
+    async def run(self, until_s: float) -> None:
+        while self._due[0][0] < until_s:
+            at, _, what, member = heapq.heappop(self._due)
+            trio_clock.jump(at - self.now_s)
+            self.now_s = at
+            if member.peer not in self.alive:
+                continue
+            begun = time.process_time()
+            if what == "announce":
+                await member.announce()
+                next_s = member.signer.next_beat_s() if self.with_beats else OLD_ANNOUNCE_S
+            else:
+                await member.exchange_once()
+                next_s = (member.interval_s if self.with_beats else OLD_EXCHANGE_S) * self.rng.uniform(0.75, 1.25)
+            member.cpu_s += time.process_time() - begun
+            self._plan(next_s or OLD_ANNOUNCE_S, what, member)
+        trio_clock.jump(until_s - self.now_s)
+        self.now_s = until_s
+
+    def knowing(self, peer: str) -> int:
+        return sum(peer in member.exchange.view().peers for member in self.alive.values())
+
+    async def wait(self, peer: str, n_knowing: int) -> float:
+        """Seconds until so many know a member."""
+        begun_s = self.now_s
+        while self.knowing(peer) != n_knowing and self.now_s < begun_s + GIVE_UP_S:
+            await self.run(self.now_s + 1.0)
+        return self.now_s - begun_s
+
+
+trio_clock = MockClock()
+checks = Checks()
+
+
+async def measure(n: int, with_beats: bool, minutes: float) -> None:
+    swarm = Swarm(n, with_beats)
+    await swarm.introduce()
+    await swarm.run(SETTLE_S if with_beats else 40.0)
+    members = [*swarm.alive.values()]
+    for member in members:
+        member.up_bytes = member.down_bytes = 0
+        member.cpu_s = 0.0
+    begun_s, n_checked = swarm.now_s, checks.n
+    await swarm.run(begun_s + 60 * minutes)
+    took_s = swarm.now_s - begun_s
+    up, down = (8e-3 * sum(getattr(m, f"{way}_bytes") for m in members) / n / took_s for way in ("up", "down"))
+    cpu = 100 * sum(m.cpu_s for m in members) / n / took_s
+    checked = 100 * CHECK_S * (checks.n - n_checked) / n / took_s
+    worst = max(len(swarm.alive) - len(m.exchange.view().peers) for m in members)
+    newcomer = Member(swarm, n)
+    swarm.add(newcomer)
+    known_s = await swarm.wait(newcomer.peer, len(swarm.alive))
+    dead = members[0].peer
+    del swarm.alive[dead]
+    gone_s = await swarm.wait(dead, 0)
+    print(
+        f"{n} members, {'beats' if with_beats else 'before'}: {up:.1f} kbit/s up, {down:.1f} down, "
+        f"{(up + down) / 8e3 * 86_400 / 1.048576:.0f} MiB a day, {cpu + checked:.2f} % of a core; "
+        f"a newcomer is known after {known_s:.0f} s, a death after {gone_s:.0f} s; {worst} lived and were not known",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, nargs="+", default=[8, 100, 200, 1_000])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--before", action="store_true")
+    asked = parser.parse_args()
+    records.read_untrusted = checks.read
+    for n in asked.members:
+        trio.run(measure, n, not asked.before, 1.0 if asked.before else asked.minutes, clock=trio_clock)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which members are known, and how two of them come to know the same."""

@@ -1,0 +1,50 @@
+"""What of a member's own records is worth a new signature, which every other member has to be sent and to check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LOADS = ("n_decoding", "free_cache_tokens")
+"""What changes while a server works; servers announce at once what others should know of it."""
+MEASURED = (
+    *("round_trip_ms", "decode_tokens_per_s", "prefill_tokens_per_s", "batch_tokens_per_s", "quantization_error"),
+    *("up_bytes_per_s", "down_bytes_per_s", "free_disk_bytes", "memory_bytes", "device_memory_bytes"),
+)
+"""What is measured again and again, and comes out a little different."""
+LIKE = 0.2  # of the larger number: measurements that differ by less say the same
+
+
+def is_news(signed: Mapping[str, Any], current: Mapping[str, Any], age_s: float, rarely_s: float) -> bool:
+    """Is a description worth a signature, where another one was signed so long ago?
+
+    What differs little, or is measured now and then, is signed ``rarely_s`` apart.
+    """
+    if signed == current:
+        return False
+    if signed.keys() != current.keys():
+        return True
+    differing = [name for name in current if not _are_alike(name, signed[name], current[name])]
+    is_urgent = any(name not in (*MEASURED, "found") for name in differing) or _says_wrong(signed, current)
+    return is_urgent or (bool(differing) and age_s >= rarely_s)
+
+
+def _are_alike(name: str, before: Any, now: Any) -> bool:
+    if name in LOADS or name in MEASURED:
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            return before.keys() == now.keys() and all(_are_near(before[key], now[key]) for key in now)
+        return bool(before == now) or _are_near(before, now)
+    return bool(before == now)
+
+
+def _are_near(before: Any, now: Any) -> bool:
+    """Do two numbers say the same? Small whole ones never do."""
+    if before is None or now is None:
+        return before is now
+    return bool(abs(before - now) <= LIKE * max(abs(before), abs(now)))
+
+
+def _says_wrong(signed: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Does it name somebody who computed wrongly, and did not before?"""
+    before = {finding for finding in signed.get("found", ()) if not finding.is_right}
+    return any(not finding.is_right and finding not in before for finding in current.get("found", ()))

@@ -1,0 +1,33 @@
+"""How often members show that they are there and exchange what they know, by how many they are.
+
+Everything that is known of a member travels to every other, so what each spends grows with their number. Up to
+FEW members the pace is the same; beyond it beats come more rarely, as the root of the number, so that a member's share
+grows more slowly than the swarm.
+"""
+
+from __future__ import annotations
+
+import math
+
+BEAT_S = 20  # between two beats: a member that is gone is believed in for three of them
+FEW = 1_000  # members, of whom all can show so often that they are there
+SPREAD = 1.25  # beats: within these all have heard of one, in as many rounds of exchanges as it takes
+GROWTH = 4.0  # times as many know of something after each round, in which each member calls one and is called by one
+LEAST_EXCHANGE_S = 2.0  # news crosses a swarm in a few of these
+RARELY_S = 300.0  # between two signatures for what a member measures now and then
+
+
+def beat_s(n_members: int) -> int:
+    """Seconds between two beats of each of so many members."""
+    return round(BEAT_S * max(1.0, math.sqrt(n_members / FEW)))
+
+
+def exchange_s(n_members: int) -> float:
+    """Seconds between two exchanges of each of so many members, while there is no news but beats."""
+    rounds = 1 + math.log(max(2, n_members), GROWTH)
+    return max(LEAST_EXCHANGE_S, SPREAD * beat_s(n_members) / rounds)
+
+
+def rarely_s(n_members: int) -> float:
+    """Seconds between two signatures of a member for what differs little."""
+    return RARELY_S * max(1.0, 3 * n_members / FEW)

@@ -1,0 +1,112 @@
+"""Two books become equal by buckets and beats; a record counts for as long as its author shows that it is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from swarmd.errors import IntegrityError, RemoteProtocolError
+from swarmd.plan.members.buckets import MOST_BUCKETS, BucketDigest, count_buckets
+from swarmd.plan.members.record_book import RecordBook, short_name
+from swarmd.protocol.membership.beats import BEATS_KEPT, Beat, BeatChain
+from swarmd.protocol.membership.identity import Membership
+from swarmd.protocol.membership.records import PeerRecord, SpanRecord, VerifiedRecord, life_of
+from swarmd.values import PeerId
+
+BEAT_S, LIFE_S = 20, 3_600
+
+
+@dataclass
+class Author:
+    """Somebody who announces itself and a span."""
+
+    name: str
+    begun_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.chain = BeatChain(self.name, self.name.encode() * 16, self.begun_at, BEAT_S, 100)
+
+    def records(self, sequence: int = 1) -> list[VerifiedRecord]:
+        common = {"peer": self.name, "sequence": sequence, "issued_at": self.begun_at, "certificate": ()}
+        life = {"chain": self.chain.end, "begun_at": self.begun_at, "beat_s": BEAT_S, "expires_at": LIFE_S}
+        membership = Membership(PeerId(self.name), "member", (self.name.encode(),), LIFE_S)
+        made = (PeerRecord(**common, **life), SpanRecord(**common, **life, model="m", end=2))
+        return [VerifiedRecord(record, membership, repr(record).encode(), life_of(record)) for record in made]
+
+    def beat(self, number: int) -> Beat:
+        return self.chain.beats_at(self.begun_at + number * BEAT_S)[0]
+
+
+def book_of(*authors: Author, **of_beats: int) -> RecordBook:
+    """A book with the records of authors, and of some the beat of this number."""
+    book = RecordBook()
+    for author in authors:
+        for record in author.records():
+            assert book.add(record).action
+        if author.name in of_beats:
+            assert book.take_beats_untrusted([author.beat(of_beats[author.name])]) == 1
+    return book
+
+
+def test_a_record_counts_for_as_long_as_beats_come() -> None:
+    a, b = Author("a"), Author("b")
+    book = book_of(a, b, a=5)
+    assert not book.expire(BEATS_KEPT * BEAT_S - 1)
+    assert book.expire(BEATS_KEPT * BEAT_S) == ["b/peer", "b/span/m"]
+    assert book.expire((5 + BEATS_KEPT) * BEAT_S) == ["a/peer", "a/span/m"]
+    assert not book.last_beats([a.chain.name]), "what is gone is forgotten"
+
+
+def test_a_newer_record_of_the_same_chain_is_known_to_be_alive() -> None:
+    a = Author("a")
+    book = book_of(a, a=30)
+    for record in a.records(sequence=2):
+        assert book.add(record).action
+    assert not book.expire(31 * BEAT_S)
+    assert book.last_beats([a.chain.name]) == [a.beat(30)]
+
+
+def test_only_beats_and_buckets_that_differ_are_told() -> None:
+    authors = [Author(f"author {n}") for n in range(40)]
+    here = book_of(*authors[:39], **{"author 0": 3, "author 1": 1})
+    there = book_of(*authors[:38], authors[39], **{"author 0": 1, "author 1": 2})
+    digest = here.bucket_digest()
+    assert len(digest.numbers) == count_buckets(78) == 8
+    differs = there.compare_buckets(digest)
+    named = there.in_buckets(differs.n).names_in(differs.buckets)
+    assert 1 <= len(differs.buckets) <= 2
+    assert 2 <= len(named) < 40
+    told = {*differs.newer_here, *differs.newer_there}
+    assert told <= {authors[0].chain.name, authors[1].chain.name}
+    sent, want = here.compare_in_buckets(differs.n, differs.buckets, named)
+    assert len(sent) == 2, "the records of one author"
+    assert len(want) == 2
+    assert {record.raw for record in authors[38].records()} == {*sent}
+    assert {record.raw for record in authors[39].records()} == {*there.pick({*want}, short_name)}
+
+
+def test_equal_books_tell_whose_beats_are_newer() -> None:
+    a, b, c = Author("a"), Author("b"), Author("c")
+    here, there = book_of(a, b, c, a=3, b=1), book_of(a, b, c, a=1, b=2)
+    differs = there.compare_buckets(here.bucket_digest())
+    assert (differs.newer_here, differs.newer_there, differs.buckets) == ([b.chain.name], [a.chain.name], [])
+    assert here.take_beats_untrusted(there.last_beats(differs.newer_here)) == 1
+    assert there.take_beats_untrusted(here.last_beats(differs.newer_there)) == 1
+    assert here.bucket_digest() == there.bucket_digest()
+
+
+def test_a_beat_that_was_made_up_is_forged_and_one_of_nobody_is_nothing() -> None:
+    a = Author("a")
+    book = book_of(a)
+    assert book.take_beats_untrusted([Author("b").beat(1)]) == 0
+    with pytest.raises(IntegrityError, match="beat 2"):
+        book.take_beats_untrusted([Beat(a.chain.name, 2, b"x" * 16)])
+
+
+@pytest.mark.parametrize("n", [0, 3, 2 * MOST_BUCKETS])
+def test_digests_that_cannot_be_are_refused(n: int) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"a digest of {n} buckets"):
+        RecordBook().compare_buckets(BucketDigest(bytes(8 * n), [b""] * n))
+    with pytest.raises(RemoteProtocolError, match="with 9 B of hashes"):
+        RecordBook().compare_buckets(BucketDigest(bytes(9), [b""]))
