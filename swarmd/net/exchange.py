@@ -26,7 +26,7 @@ from swarmd.plan.owner.clock import MemberClocks, describe_wrong_clock
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Count, Text
 from swarmd.protocol.membership import records
-from swarmd.protocol.membership.beats import Beat
+from swarmd.protocol.membership.beats import ChainBeat
 from swarmd.protocol.membership.catalog import MAX_AHEAD_S, Right, read_catalog_untrusted
 from swarmd.protocol.membership.identity import Membership, read_links_untrusted
 from swarmd.protocol.membership.invite import SwarmKeys
@@ -100,7 +100,7 @@ class Exchange:
             self._clocks.note(peer, ahead_s, trio.current_time())
 
     def merge_untrusted(
-        self, raw: bytes, is_own: bool = False, beats: Mapping[bytes, Beat] = MappingProxyType({})
+        self, raw: bytes, is_own: bool = False, beats: Mapping[bytes, ChainBeat] = MappingProxyType({})
     ) -> bool:
         """Take one record if it counts. Raises IntegrityError for a forged one; returns whether it was news.
 
@@ -260,7 +260,7 @@ class Exchange:
         raws: list[bytes],
         peers: Iterable[PeerId],
         catalog: bool = False,
-        beats: Sequence[Beat] = (),
+        beats: Sequence[ChainBeat] = (),
     ) -> None:
         """Take this process's own records and beats, and tell those of ``peers`` that are connected in bulk.
 

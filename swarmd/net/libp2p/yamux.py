@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 256 * 1024  # one window in one read
 PING_INTERVAL_S = 2.0  # with four unanswered, a dead peer is known 8 s after the first of them
-QUIET_INTERVAL_S = 8.0  # between two looks where nobody wants anything: an idle machine is to sleep
+QUIET_INTERVAL_S = 60.0  # between two looks where nobody wants anything: below what routers forget a connection after
 MAX_UNANSWERED_PINGS = 4  # fewer would end links that are only full
 EARLY_BYTES = 64 * 1024  # of a stream before its protocol is agreed: the names of protocols are much shorter
 AGREEMENT_S = 0.25  # for this side to have noticed that it is agreed: the other side may send at once

@@ -33,6 +33,8 @@ from swarmd.values import Decision, PeerId
 logger = logging.getLogger(__name__)
 
 ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life where there are no beats: two may be lost
+N_NEIGHBOURS = 8  # connected members, among whom exchanges stay: a connection costs more than an exchange
+ANYBODY = 1 / 64  # of exchanges, with whoever it is
 N_PUSHED_TO = 6  # of an urgent record: all hear of it in log6(n) steps
 
 Describe = Callable[[], list[dict[str, Any]]]
@@ -164,18 +166,24 @@ class Directory:
             await trio.sleep(LEAST_EXCHANGE_S * self._rng.uniform(0.75, 1.25))  # news that comes together goes together
 
     async def _exchange_once(self) -> bool:
-        """Exchange with one peer; did both sides know all?"""
-        me = self._rpc.network.peer_id
-        members = self._others()
-        targets = sorted(members)
-        strangers = [peer for peer in self._memory.known if peer not in members and peer != me]
-        if strangers and (not targets or self._rng.random() < 0.1):
-            targets = strangers
-        if not targets:
+        """Exchange with one peer; did both sides know all but beats?"""
+        partner = self._choose_partner()
+        if partner is None:
             self._reason = "alone: nobody is known yet"
             return False
-        is_news = await self._exchange_with(self._rng.choice(targets))
+        is_news = await self._exchange_with(partner)
         return is_news is False
+
+    def _choose_partner(self) -> PeerId | None:
+        """Somebody to exchange with: mostly one of those that are connected, now and then one who may be back."""
+        members = self._others()
+        strangers = [peer for peer in self._memory.known if peer not in members and peer != self._rpc.network.peer_id]
+        if strangers and (not members or self._rng.random() < 0.1):
+            return self._rng.choice(strangers)
+        connected = sorted(self._rpc.peers() & members)
+        if len(connected) >= N_NEIGHBOURS and self._rng.random() >= ANYBODY:
+            return self._rng.choice(connected)
+        return self._rng.choice(sorted(members)) if members else None
 
     async def _exchange_with(self, peer: PeerId) -> bool | None:
         """Exchange with a peer; was there news for either side? None: it did not answer."""

@@ -18,9 +18,10 @@ from swarmd.values import PeerId
 
 logger = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer: routes change slowly
+PROBE_INTERVAL_S = 30.0  # of round trips and bandwidth to one peer, while who is there changes
+QUIET_PROBE_S = 240.0  # while it does not: routes change slowly
 FIRST_PROBE_S = 1.5  # until something is known
-N_PROBED = 8  # likely neighbours at a time, and as many others
+N_PROBED = 8  # likely neighbours at a time, and as many others, of those that are connected where these are as many
 PROBE_BYTES = 1 << 16  # of the first: half a second at 1 Mbit/s
 MOST_PROBE_BYTES = 4 << 20  # of the last: 0.3 s at 100 Mbit/s
 MUCH_FASTER = 1.25  # than the one before: windows still open
@@ -69,13 +70,16 @@ class LinkProbes:
     ) -> None:
         """Probe some of ``others``, those of ``likely_next`` first, until cancelled; ``on_change`` hears of news."""
         links = self.links
+        interval_s = FIRST_PROBE_S
         while True:
-            await trio.sleep(PROBE_INTERVAL_S if links.round_trip_s else FIRST_PROBE_S)
+            await trio.sleep(interval_s)
             other_peers = sorted(others())
+            connected = sorted(self._rpc.peers().intersection(other_peers))
             likely = sorted(likely_next().intersection(other_peers))
             previous_links = (set(links.round_trip_s), links.up_bytes_per_s)
             chosen = set(self._rng.sample(likely, min(N_PROBED, len(likely))))
-            chosen |= set(self._rng.sample(other_peers, min(N_PROBED, len(other_peers))))
+            candidates = connected if len(connected) >= N_PROBED else other_peers
+            chosen |= set(self._rng.sample(candidates, min(N_PROBED, len(candidates))))
             for peer in sorted(chosen):
                 try:
                     links.round_trip_s[peer] = await self.ping(peer)
@@ -83,8 +87,13 @@ class LinkProbes:
                     links.round_trip_s.pop(peer, None)
             if other_peers and links.up_bytes_per_s is None:
                 await self._probe_bandwidth(self._rng.choice(other_peers))
-            if previous_links != (set(links.round_trip_s), links.up_bytes_per_s):
+            is_news = previous_links != (set(links.round_trip_s), links.up_bytes_per_s)
+            if is_news:
                 on_change()  # else the next announcement says how they have changed
+            if not links.round_trip_s:
+                interval_s = FIRST_PROBE_S
+            else:
+                interval_s = PROBE_INTERVAL_S if is_news else min(QUIET_PROBE_S, 2 * interval_s)
 
     async def ping(self, peer: PeerId, timeout_s: float = 5.0) -> float:
         """Measure one round trip in seconds. Raises PeerError."""

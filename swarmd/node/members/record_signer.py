@@ -15,7 +15,7 @@ from swarmd.net.exchange import Exchange
 from swarmd.plan.members.news import is_news
 from swarmd.plan.members.pacing import beat_s, rarely_s
 from swarmd.protocol.membership import records
-from swarmd.protocol.membership.beats import BEATS_KEPT, MOST_BEATS, Beat, BeatChain
+from swarmd.protocol.membership.beats import BEATS_KEPT, MOST_BEATS, ChainBeat, SecretChain
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import MAX_LIFETIME_S, AnyRecord, PeerRecord, RunRecord, SpanRecord
 
@@ -32,7 +32,7 @@ class Announcement:
     """Records of this peer that say something new, and the beat that is due."""
 
     news: list[bytes]
-    beats: list[Beat]
+    beats: list[ChainBeat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Signed:
 class _Generation:
     """Records with one chain of beats. ``ends_at``: when all is signed anew."""
 
-    chain: BeatChain
+    chain: SecretChain
     expires_at: int
     ends_at: float
     signed: dict[tuple[Any, ...], _Signed] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class RecordSigner:
             news.append(raw)
         return Announcement(news, generation.chain.beats_at(now))
 
-    def current(self, descriptions: Iterable[Description]) -> tuple[list[bytes], list[Beat]]:
+    def current(self, descriptions: Iterable[Description]) -> tuple[list[bytes], list[ChainBeat]]:
         """All records that count now, and the beat that proves them; what is new is left to ``renew``."""
         if self._generation is None:
             return self._sign_for_a_minute(descriptions), []
@@ -117,7 +117,7 @@ class RecordSigner:
     def _begin(self, now: int, seconds: int) -> _Generation:
         expires_at = self._expiry(MAX_LIFETIME_S)
         n_beats = max(1, min(MOST_BEATS, (expires_at - now) // seconds))
-        chain = BeatChain(self._identity.peer_id, os.urandom(16), now, seconds, n_beats)
+        chain = SecretChain(self._identity.peer_id, os.urandom(16), now, seconds, n_beats)
         ends_at = now + USED * min(expires_at - now, (n_beats + BEATS_KEPT) * seconds)
         return _Generation(chain, expires_at, ends_at)
 

@@ -27,7 +27,7 @@ from swarmd.plan.members.buckets import (
     count_buckets,
 )
 from swarmd.protocol.fields import MAX_STAGES
-from swarmd.protocol.membership.beats import Beat, Life
+from swarmd.protocol.membership.beats import ChainBeat, Life
 from swarmd.protocol.membership.catalog import MAX_USES, Catalog, Right
 from swarmd.protocol.membership.identity import Membership
 from swarmd.protocol.membership.records import AnyRecord, PeerRecord, RunRecord, SpanRecord, VerifiedRecord
@@ -156,7 +156,7 @@ class RecordBook:
             return verified.record.expires_at
         return min(verified.record.expires_at, self._lives[verified.life.chain].counts_until)
 
-    def take_beats_untrusted(self, beats: Iterable[Beat]) -> int:
+    def take_beats_untrusted(self, beats: Iterable[ChainBeat]) -> int:
         """Take beats of chains that are known; returns how many were news. Raises IntegrityError for a forged one."""
         n_new = 0
         for beat in beats:
@@ -169,12 +169,12 @@ class RecordBook:
             n_new += is_news
         return n_new
 
-    def last_beats(self, chains: Iterable[bytes]) -> list[Beat]:
+    def last_beats(self, chains: Iterable[bytes]) -> list[ChainBeat]:
         """The last beats of chains, where any are known."""
         lives = ((chain, self._lives[chain].beat) for chain in dict.fromkeys(chains) if chain in self._lives)
-        return [Beat(chain, *beat) for chain, beat in lives if beat[0]]
+        return [ChainBeat(chain, *beat) for chain, beat in lives if beat[0]]
 
-    def beats_for(self, raws: Iterable[bytes]) -> list[Beat]:
+    def beats_for(self, raws: Iterable[bytes]) -> list[ChainBeat]:
         """What proves that the authors of records from here are there."""
         sent = {*raws}
         return self.last_beats(entry.life.chain for entry in self.entries.values() if entry.life and entry.raw in sent)

@@ -23,7 +23,7 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTE
 ChainName = Annotated[bytes, msgspec.Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True):
+class ChainBeat(msgspec.Struct, frozen=True, array_like=True):
     """The ``number``-th hash before the end of a chain."""
 
     chain: ChainName
@@ -44,7 +44,7 @@ def follow(value: bytes, n: int) -> bytes:
     return value
 
 
-class BeatChain:
+class SecretChain:
     """One's own chain, from ``begun_at`` on, of so many beats."""
 
     def __init__(self, peer: str, seed: bytes, begun_at: int, beat_s: int, n_beats: int) -> None:
@@ -56,10 +56,10 @@ class BeatChain:
         self.end = self._values[-1]
         self.name = name_of(peer, self.end, begun_at, beat_s)
 
-    def beats_at(self, now: float) -> list[Beat]:
+    def beats_at(self, now: float) -> list[ChainBeat]:
         """The beat for this moment; none before the first, and the last one for ever."""
         number = min(int(now - self.begun_at) // self.beat_s, len(self._values) - 1)
-        return [Beat(self.name, number, self._values[-1 - number])] if number > 0 else []
+        return [ChainBeat(self.name, number, self._values[-1 - number])] if number > 0 else []
 
 
 class Life:

@@ -16,7 +16,7 @@ import msgspec
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.names import MAX_MEMBER_NAME
 from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Stage, Text
-from swarmd.protocol.membership.beats import HASH_BYTES, Beat, ChainName, Life
+from swarmd.protocol.membership.beats import HASH_BYTES, ChainBeat, ChainName, Life
 from swarmd.protocol.membership.identity import (
     Identity,
     Membership,
@@ -195,7 +195,7 @@ class ExchangeBody(msgspec.Struct, frozen=True, omit_defaults=True):
     envelopes: Annotated[list[bytes], msgspec.Meta(max_length=4_096)] = []
     want: Annotated[list[Text], msgspec.Meta(max_length=4_096)] = []
     catalog: bytes | None = None
-    beats: Annotated[list[Beat], msgspec.Meta(max_length=MOST_SENT_BEATS)] = []
+    beats: Annotated[list[ChainBeat], msgspec.Meta(max_length=MOST_SENT_BEATS)] = []
     want_beats: Annotated[list[ChainName], msgspec.Meta(max_length=MOST_SENT_BEATS)] = []
     buckets: Annotated[list[Count], msgspec.Meta(max_length=4_096)] = []
     digest: dict[Text, Count] = {}
@@ -284,7 +284,7 @@ def read_claim(raw: bytes) -> Claim:
 
 
 def read_untrusted(
-    raw: bytes, issuers: bytes | tuple[bytes, ...], now: float, beats: Mapping[bytes, Beat] = MappingProxyType({})
+    raw: bytes, issuers: bytes | tuple[bytes, ...], now: float, beats: Mapping[bytes, ChainBeat] = MappingProxyType({})
 ) -> VerifiedRecord:
     """Check one record from anywhere; whether its author is a member now is for plan.trust.admission to say.
 
@@ -320,7 +320,7 @@ def read_untrusted(
     return VerifiedRecord(record, membership, raw, life)
 
 
-def _read_life_untrusted(record: AnyRecord, beats: Mapping[bytes, Beat]) -> Life | None:
+def _read_life_untrusted(record: AnyRecord, beats: Mapping[bytes, ChainBeat]) -> Life | None:
     """The life of a record's chain, with the beat that came with it. Raises IntegrityError for one that cannot be."""
     life = life_of(record)
     if life is None:

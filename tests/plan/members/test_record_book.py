@@ -9,7 +9,7 @@ import pytest
 from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.plan.members.buckets import MOST_BUCKETS, BucketDigest, count_buckets
 from swarmd.plan.members.record_book import RecordBook, short_name
-from swarmd.protocol.membership.beats import BEATS_KEPT, Beat, BeatChain
+from swarmd.protocol.membership.beats import BEATS_KEPT, ChainBeat, SecretChain
 from swarmd.protocol.membership.identity import Membership
 from swarmd.protocol.membership.records import PeerRecord, SpanRecord, VerifiedRecord, life_of
 from swarmd.values import PeerId
@@ -25,7 +25,7 @@ class Author:
     begun_at: int = 0
 
     def __post_init__(self) -> None:
-        self.chain = BeatChain(self.name, self.name.encode() * 16, self.begun_at, BEAT_S, 100)
+        self.chain = SecretChain(self.name, self.name.encode() * 16, self.begun_at, BEAT_S, 100)
 
     def records(self, sequence: int = 1) -> list[VerifiedRecord]:
         common = {"peer": self.name, "sequence": sequence, "issued_at": self.begun_at, "certificate": ()}
@@ -34,7 +34,7 @@ class Author:
         made = (PeerRecord(**common, **life), SpanRecord(**common, **life, model="m", end=2))
         return [VerifiedRecord(record, membership, repr(record).encode(), life_of(record)) for record in made]
 
-    def beat(self, number: int) -> Beat:
+    def beat(self, number: int) -> ChainBeat:
         return self.chain.beats_at(self.begun_at + number * BEAT_S)[0]
 
 
@@ -101,7 +101,7 @@ def test_a_beat_that_was_made_up_is_forged_and_one_of_nobody_is_nothing() -> Non
     book = book_of(a)
     assert book.take_beats_untrusted([Author("b").beat(1)]) == 0
     with pytest.raises(IntegrityError, match="beat 2"):
-        book.take_beats_untrusted([Beat(a.chain.name, 2, b"x" * 16)])
+        book.take_beats_untrusted([ChainBeat(a.chain.name, 2, b"x" * 16)])
 
 
 @pytest.mark.parametrize("n", [0, 3, 2 * MOST_BUCKETS])

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from swarmd.protocol.membership.beats import BEATS_KEPT, BeatChain, Life, name_of
+from swarmd.protocol.membership.beats import BEATS_KEPT, Life, SecretChain, name_of
 
 SEED, PEER, BEGUN_AT, BEAT_S = b"s" * 16, "peer", 1_000, 20
 
 
 @pytest.fixture
-def chain() -> BeatChain:
-    return BeatChain(PEER, SEED, BEGUN_AT, BEAT_S, 10)
+def chain() -> SecretChain:
+    return SecretChain(PEER, SEED, BEGUN_AT, BEAT_S, 10)
 
 
 @pytest.fixture
-def life(chain: BeatChain) -> Life:
+def life(chain: SecretChain) -> Life:
     return Life(PEER, chain.end, BEGUN_AT, BEAT_S)
 
 
-def test_a_beat_is_shown_when_it_is_due_and_counts_for_a_while(chain: BeatChain, life: Life) -> None:
+def test_a_beat_is_shown_when_it_is_due_and_counts_for_a_while(chain: SecretChain, life: Life) -> None:
     assert not chain.beats_at(BEGUN_AT + BEAT_S - 0.1)
     assert life.counts_until == BEGUN_AT + BEATS_KEPT * BEAT_S
     for number in (1, 2, 7):  # those between were lost
@@ -32,14 +32,14 @@ def test_a_beat_is_shown_when_it_is_due_and_counts_for_a_while(chain: BeatChain,
     assert not chain.beats_at(BEGUN_AT - 10**6)
 
 
-def test_who_does_not_know_the_chain_can_show_no_beat(chain: BeatChain, life: Life) -> None:
+def test_who_does_not_know_the_chain_can_show_no_beat(chain: SecretChain, life: Life) -> None:
     (second,) = chain.beats_at(BEGUN_AT + 2 * BEAT_S)
     assert life.take_untrusted(3, second.value) is None, "a beat has its number"
     assert life.take_untrusted(1, b"x" * 16) is None
     assert life.number == 0
 
 
-def test_a_chain_is_called_by_all_that_is_said_of_it(chain: BeatChain) -> None:
+def test_a_chain_is_called_by_all_that_is_said_of_it(chain: SecretChain) -> None:
     """Else somebody could say that another one's chain began long ago."""
     said = (PEER, chain.end, BEGUN_AT, BEAT_S)
     assert name_of(*said) == chain.name
