@@ -1,12 +1,15 @@
 """What it costs a member to know who else is in a large swarm while nobody asks for anything, and how soon it knows.
 
-    python -m benchmarks.members [--members 200 1000] [--minutes 10] [--before]
+    python -m benchmarks.members [--members 200 1000] [--minutes 10] [--before | --computed]
 
 Real record books, signatures, beats and exchanges; no network, and virtual time: messages arrive at once, and count
 with frames, TCP's and IP's headers and acknowledgements (plan.links.traffic), without what encrypts and multiplexes.
 Each member announces itself and a span. Told are bytes each way and CPU seconds of a member; then when a newcomer is
 known to all, and when one that died is known to nobody. ``--before``: as members did that knew no beats, for a virtual
-minute. A record is checked once for all, and its check counted for each (0.44 ms, ../shared/facts/scale.md).
+minute. A record is checked once for all, and its check counted for each (0.44 ms).
+
+``--computed`` adds up what each of so many sends from the sizes of its digest, beats and records, without the others:
+for more than a thousand, whose books are too many to hold.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Unreachable
 from swarmd.net.exchange import Exchange
-from swarmd.node.members.record_signer import RecordSigner
+from swarmd.node.members.record_signer import USED, RecordSigner
 from swarmd.plan.links.traffic import ack_bytes, wire_bytes
-from swarmd.plan.members.pacing import LEAST_EXCHANGE_S, exchange_s
+from swarmd.plan.members.buckets import IN_A_BUCKET, BucketDigest
+from swarmd.plan.members.pacing import LEAST_EXCHANGE_S, beat_s, exchange_s, rarely_s
 from swarmd.protocol.membership import records
+from swarmd.protocol.membership.beats import MOST_BEATS, SecretChain
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import VerifiedRecord
@@ -43,6 +49,8 @@ CHECK_S = 0.44e-3  # of CPU: two signatures
 SETTLE_S = 120.0  # until all know all, and exchanges are quiet
 OLD_ANNOUNCE_S, OLD_EXCHANGE_S = 20.0, 2.0  # before beats: there was always news
 GIVE_UP_S = 900.0
+NAMED_BYTES = 22  # of a record in a bucket that differs: its short name and sequence number
+HASH_S = 2e-6  # of CPU, to take a beat
 
 
 def frame_of(payload: bytes) -> Frame:
@@ -248,15 +256,50 @@ async def measure(n: int, with_beats: bool, minutes: float) -> None:
     )
 
 
+async def compute(n: int) -> None:
+    """Add up what one member of so many sends and gets."""
+    swarm = Swarm(n, with_beats=True)
+    first, *others = swarm.alive.values()
+    for member in (first, *others):
+        for raw in member.signer.renew(member.describe(), n, True).news:
+            first.exchange.merge_untrusted(raw, is_own=True)
+    book = first.exchange.book
+    begun = time.process_time()
+    digest = msgspec.msgpack.encode(book.bucket_digest())
+    digest_s = time.process_time() - begun
+    begun = time.process_time()
+    book.compare_buckets(msgspec.msgpack.decode(digest, type=BucketDigest))
+    compare_s = time.process_time() - begun
+    one = SecretChain("peer", b"s" * 16, 0, 1, 1).beats_at(1)
+    beat_bytes = len(msgspec.msgpack.encode(one)) - 1
+    raws = [entry.raw for entry in book.entries.values()]
+    new_each_s = 1 / (USED * MOST_BEATS * beat_s(n)) + 1 / (2 * rarely_s(n))  # of what is measured half changes
+    record_bytes = sum(map(len, raws)) + IN_A_BUCKET * n * NAMED_BYTES
+    every_s = exchange_s(n)
+    half_beats = n * beat_bytes * every_s / beat_s(n) / 2  # in each of two exchanges, one called and one answered
+    messages = [(len(digest), 1 / every_s), (half_beats, 2 / every_s)]
+    sent = sum((wire_bytes(int(size)) + ack_bytes(int(size))) * rate for size, rate in messages)
+    sent += record_bytes * new_each_s
+    cpu = 100 * (2 * (digest_s + compare_s) / every_s + n / beat_s(n) * HASH_S + 2 * n * new_each_s * CHECK_S)
+    print(f"{n} members, computed: {8e-3 * sent:.0f} kbit/s each way, {cpu:.2f} % of a core; ", end="")
+    print(
+        f"beats each {beat_s(n)} s, exchanges each {every_s:.1f} s, a digest of {len(digest) / 1e3:.1f} kB", flush=True
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, nargs="+", default=[8, 100, 200, 1_000])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--before", action="store_true")
+    parser.add_argument("--computed", action="store_true")
     asked = parser.parse_args()
     records.read_untrusted = checks.read
     for n in asked.members:
-        trio.run(measure, n, not asked.before, 1.0 if asked.before else asked.minutes, clock=trio_clock)
+        if asked.computed:
+            trio.run(compute, n, clock=trio_clock)
+        else:
+            trio.run(measure, n, not asked.before, 1.0 if asked.before else asked.minutes, clock=trio_clock)
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
     },
     "plan": {
         "links": set(),
-        "chains": {"links"},
+        "chains": set(),
         "members": {"chains", "links"},
         "owner": {"links"},
         "runs": set(),

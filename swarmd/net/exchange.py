@@ -31,7 +31,7 @@ from swarmd.protocol.membership.catalog import MAX_AHEAD_S, Right, read_catalog_
 from swarmd.protocol.membership.identity import Membership, read_links_untrusted
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import ExchangeBody, PeerRecord
-from swarmd.protocol.understanding import BEATS, CHARTERS, SHORT_DIGESTS
+from swarmd.protocol.understanding import BEATS, CHARTERS, MINOR, SHORT_DIGESTS
 from swarmd.protocol.untrusted import decode
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import ExchangeDigest, ExchangeReply, Hello, Records
@@ -217,6 +217,7 @@ class Exchange:
             catalog_charters=charters,
             is_short=naming is short_name,
             is_bucketed=is_bucketed,
+            minor=MINOR,
         )
         begun = trio.current_time()
         try:
@@ -233,7 +234,7 @@ class Exchange:
             fault = Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED
             rpc.standing.fault(peer, fault, str(error))
             raise
-        envelopes = self.book.pick(set(body.want), naming) if body.want else []
+        envelopes = self.book.pick(set(body.want), naming, is_bucketed) if body.want else []
         want: list[str] = []
         if isinstance(digest, BucketDigest) and body.buckets:
             envelopes, want = self.book.compare_in_buckets(len(digest.numbers), body.buckets, body.digest)
@@ -296,7 +297,8 @@ class Exchange:
             )
         else:
             naming = short_name if message.is_short else str
-            send, want = self.book.compare(decode(frame.payload, Digest, "a digest"), naming)
+            sequences = decode(frame.payload, Digest, "a digest")
+            send, want = self.book.compare(sequences, naming, message.minor >= BEATS)
             body = ExchangeBody(envelopes=send, want=want, beats=self.book.beats_for(send))
         peer_rank = (message.catalog_charters, message.catalog_root, message.catalog_version)
         is_newer = not any(peer_rank) or self.book.catalog.rank > peer_rank

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmd.config import Serve
-from swarmd.errors import IntegrityError, Refused
+from swarmd.errors import Forged, IntegrityError, Refused
 from swarmd.net import exchange as exchanges
 from swarmd.net.exchange import Exchange
 from swarmd.node.serving.trials import Trials
@@ -18,6 +18,7 @@ from swarmd.plan.chains.placement import Own
 from swarmd.plan.members import record_book
 from swarmd.plan.members.record_book import MAX_PEERS_OF_A_VOUCHER, MAX_RECORDS_OF_A_VOUCHER
 from swarmd.protocol.membership import records
+from swarmd.protocol.membership.beats import ChainBeat, SecretChain
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import (
@@ -228,3 +229,58 @@ def test_whoever_came_by_one_invite_has_one_sponsor_until_the_founder_enters_it(
     assert sponsors == {leaked.key.public_key}
     own, certificate = direct(1)
     assert exchange.roster.sponsor_of(exchange.roster.check(own.peer_id, certificate)) == own.public_key
+
+
+def of_chain(**fields: Any) -> tuple[bytes, SecretChain]:
+    """A member's record with a chain of beats, and the chain."""
+    identity, certificate = direct(7)
+    chain = SecretChain(identity.peer_id, b"s" * 16, EPOCH_S, 20, 100)
+    common = {"chain": chain.end, "begun_at": EPOCH_S, "beat_s": 20, "expires_at": EPOCH_S + 2_000}
+    return record_of(identity, certificate, EPOCH_S, **(common | fields)), chain
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chain": b"short"},
+        {"beat_s": 0},
+        {"begun_at": EPOCH_S + 1},
+        {"beat_s": 10_000},
+        {"expires_at": EPOCH_S + 10**6},
+    ],
+    ids=str,
+)
+def test_chains_that_cannot_be_are_forged_or_of_a_later_version(fields: dict[str, Any]) -> None:
+    raw, _ = of_chain(**fields)
+    with pytest.raises((IntegrityError, Refused)):
+        read_untrusted(raw, FOUNDER.public_key, EPOCH_S)
+    read_untrusted(of_chain()[0], FOUNDER.public_key, EPOCH_S)
+
+
+async def test_a_beat_that_was_made_up_is_its_senders_fault(virtual_time: MockClock) -> None:
+    exchange = some_exchange()
+    raw, chain = of_chain()
+    body = ExchangeBody(envelopes=[raw], beats=[ChainBeat(chain.name, 5, b"x" * 16)])
+    with pytest.raises(Forged):
+        await exchange.merge_body_untrusted(memoryview(msgspec.msgpack.encode(body)))
+    assert not exchange.book.entries
+    assert exchange.merge_untrusted(raw)
+    body = msgspec.structs.replace(body, envelopes=[])
+    with pytest.raises(Forged):
+        await exchange.merge_body_untrusted(memoryview(msgspec.msgpack.encode(body)))
+    assert len(exchange.book.entries) == 1
+
+
+async def test_who_repeats_anothers_beats_proves_nothing_of_itself(virtual_time: MockClock) -> None:
+    """A chain belongs to one peer: the same end in another one's record is another chain, which has no beats."""
+    raw, chain = of_chain()
+    identity, certificate = direct(8)
+    common = {"chain": chain.end, "begun_at": EPOCH_S, "beat_s": 20, "expires_at": EPOCH_S + 2_000}
+    copied = record_of(identity, certificate, EPOCH_S, **common)
+    exchange = some_exchange()
+    assert exchange.merge_untrusted(raw)
+    assert exchange.merge_untrusted(copied)
+    (beat,) = chain.beats_at(EPOCH_S + 1_000)
+    assert exchange.book.take_beats_untrusted([beat]) == 1
+    exchange.book.expire(EPOCH_S + 60)
+    assert {entry.raw for entry in exchange.book.entries.values()} == {raw}

@@ -15,12 +15,12 @@ from swarmd.net.exchange import Exchange
 from swarmd.plan.members.news import is_news
 from swarmd.plan.members.pacing import beat_s, rarely_s
 from swarmd.protocol.membership import records
-from swarmd.protocol.membership.beats import BEATS_KEPT, MOST_BEATS, ChainBeat, SecretChain
+from swarmd.protocol.membership.beats import MOST_BEATS, ChainBeat, SecretChain
 from swarmd.protocol.membership.identity import Identity
-from swarmd.protocol.membership.records import MAX_LIFETIME_S, AnyRecord, PeerRecord, RunRecord, SpanRecord
+from swarmd.protocol.membership.records import AnyRecord, PeerRecord, RunRecord, SpanRecord
 
 RECORD_TYPES: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}
-USED = 0.75  # of a chain: then all is signed anew, so that nobody has to wait for the last beat
+USED = 0.9  # of a chain: then all is signed anew, so that nobody has to wait for the last beat
 OTHER_PACE = 1.5  # times as many seconds between beats, or as few: members have become more, or fewer
 
 Description = dict[str, Any]
@@ -115,10 +115,10 @@ class RecordSigner:
         return is_used_up or is_withdrawn or is_lost or not 1 / OTHER_PACE < pace < OTHER_PACE
 
     def _begin(self, now: int, seconds: int) -> _Generation:
-        expires_at = self._expiry(MAX_LIFETIME_S)
-        n_beats = max(1, min(MOST_BEATS, (expires_at - now) // seconds))
+        expires_at = self._expiry(MOST_BEATS * seconds)
+        n_beats = max(1, (expires_at - now) // seconds)
         chain = SecretChain(self._identity.peer_id, os.urandom(16), now, seconds, n_beats)
-        ends_at = now + USED * min(expires_at - now, (n_beats + BEATS_KEPT) * seconds)
+        ends_at = now + USED * (expires_at - now)
         return _Generation(chain, expires_at, ends_at)
 
     def _sign_for_a_minute(self, descriptions: Iterable[Description]) -> list[bytes]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 HASH_BYTES = 8  # of a bucket
-IN_A_BUCKET = 16  # records: so many are named where one of them differs
-MOST_BUCKETS = 4_096
+IN_A_BUCKET = 32  # records: so many are named where one of them differs
+MOST_BUCKETS = 4_096  # a digest of them takes 32 KiB before anything is told of beats
 
 
 class BucketDigest(msgspec.Struct, frozen=True, array_like=True):

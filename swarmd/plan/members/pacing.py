@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+from swarmd.protocol.membership.records import MAX_BEAT_S
+
 BEAT_S = 20  # between two beats: a member that is gone is believed in for three of them
 FEW = 1_000  # members, of whom all can show so often that they are there
 SPREAD = 1.25  # beats: within these all have heard of one, in as many rounds of exchanges as it takes
@@ -19,7 +21,7 @@ RARELY_S = 300.0  # between two signatures for what a member measures now and th
 
 def beat_s(n_members: int) -> int:
     """Seconds between two beats of each of so many members."""
-    return round(BEAT_S * max(1.0, math.sqrt(n_members / FEW)))
+    return min(MAX_BEAT_S, round(BEAT_S * max(1.0, math.sqrt(n_members / FEW))))
 
 
 def exchange_s(n_members: int) -> float:

@@ -238,8 +238,9 @@ class RecordBook:
         self,
         sequences: Mapping[str, int],
         naming: Naming = str,
-    ) -> tuple[list[bytes], list[str]]:
-        """Return (records that the other lacks, names of records that it has and this book lacks)."""
+        knows_beats: bool = True,
+    ) -> Exchanged:
+        """Compare what another member has with what is here; one that ``knows_beats`` gets what these prove."""
         # Anti-entropy: both sides compare one number for each key, and only what differs travels. A reply that is cut
         # short is no fault: what is missing still differs the next time.
         send: list[bytes] = []
@@ -247,7 +248,7 @@ class RecordBook:
         own_sequences = self.digest(naming)
         for key, entry in self.entries.items():
             is_newer = sequences.get(naming(key), -1) < entry.record.sequence
-            if is_newer and size < MAX_REPLY_BYTES:
+            if is_newer and (knows_beats or entry.life is None) and size < MAX_REPLY_BYTES:
                 send.append(entry.raw)
                 size += len(entry.raw)
         want = [name for name, sequence in sequences.items() if sequence > own_sequences.get(name, -1)]
@@ -283,13 +284,13 @@ class RecordBook:
     def _numbers(self) -> dict[bytes, int]:
         return {chain: life.number for chain, life in self._lives.items()}
 
-    def pick(self, names: set[str], naming: Naming = str) -> list[bytes]:
-        """The records under ``names`` that are known, as many as fit one frame."""
+    def pick(self, names: set[str], naming: Naming = str, knows_beats: bool = True) -> list[bytes]:
+        """The records under ``names`` that are known, as many as fit one frame; for ``knows_beats`` see ``compare``."""
         picked: list[bytes] = []
         size = 0
         for key in sorted(key for key in self.entries if naming(key) in names):
             entry = self.entries[key]
-            if size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
+            if (knows_beats or entry.life is None) and size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
                 picked.append(entry.raw)
                 size += len(entry.raw)
         return picked

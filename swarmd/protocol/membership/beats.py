@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-HASH_BYTES = 16
+HASH_BYTES = 16  # nobody finds what comes before one in 2^128 tries
 NAME_BYTES = 8  # of a chain: who wants to have one that is called as another is tries 2^64
 BEATS_KEPT = 3  # two may be lost
 MOST_BEATS = 250  # of a chain: so many hashes are computed at most to check one

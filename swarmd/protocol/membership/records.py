@@ -16,7 +16,7 @@ import msgspec
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.names import MAX_MEMBER_NAME
 from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Stage, Text
-from swarmd.protocol.membership.beats import HASH_BYTES, ChainBeat, ChainName, Life
+from swarmd.protocol.membership.beats import HASH_BYTES, MOST_BEATS, ChainBeat, ChainName, Life
 from swarmd.protocol.membership.identity import (
     Identity,
     Membership,
@@ -29,7 +29,9 @@ from swarmd.protocol.untrusted import decode
 
 MAX_RECORD_BYTES = 8_192  # so that an exchange of 20,000 stays small
 RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
-MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour
+MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour, where no beats are to prove it
+MAX_BEAT_S = 120  # of a swarm of 36,000 members: who is gone is believed in for three beats
+MAX_PROVED_S = MOST_BEATS * MAX_BEAT_S  # of a record that beats prove
 MAX_SKEW_S = 120  # volunteers' clocks differ
 MOST_SENT_BEATS = 20_000  # in one message: of all members of a large swarm, half a MiB
 _DOMAIN = b"swarmd record 1\0"
@@ -56,7 +58,7 @@ class Record(msgspec.Struct, tag_field="kind", frozen=True, omit_defaults=True):
     certificate: Certificate
     chain: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = b""
     begun_at: Count = 0
-    beat_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIFETIME_S)] = 0
+    beat_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_BEAT_S)] = 0
 
 
 class ProbeFinding(msgspec.Struct, frozen=True, array_like=True):
@@ -304,8 +306,9 @@ def read_untrusted(
     except IntegrityError as error:  # its author's own words, perhaps of a later version: who passes them on is honest
         raise Refused(Code.UNSUPPORTED, f"{author} announces what this version cannot read: {error}") from None
     lifetime_s = record.expires_at - record.issued_at
-    if lifetime_s > MAX_LIFETIME_S:
-        raise IntegrityError(f"a record may live {MAX_LIFETIME_S} s, this one wants {lifetime_s}")
+    most_s = MAX_PROVED_S if record.chain else MAX_LIFETIME_S
+    if lifetime_s > most_s:
+        raise IntegrityError(f"a record may live {most_s} s, this one wants {lifetime_s}")
     if lifetime_s <= 0:
         raise IntegrityError(f"a record that ends {-lifetime_s} s before it begins")
     if isinstance(record, SpanRecord) and record.start >= record.end:

@@ -86,6 +86,7 @@ class ExchangeDigest(Request, tag="digest", frozen=True):
     """What is known: the payload is a msgpack map, or by buckets (``is_bucketed``: plan.members.buckets.BucketDigest).
 
     The map is of record keys (``is_short``: of plan.members.record_book's short names) to their sequence numbers.
+    ``minor`` is the sender's, who may not have announced it yet.
     """
 
     catalog_version: Count = 0
@@ -93,6 +94,7 @@ class ExchangeDigest(Request, tag="digest", frozen=True):
     is_short: bool = False
     catalog_charters: Count = 0
     is_bucketed: bool = False
+    minor: Count = 0
 
 
 class ExchangeReply(Message, tag="digest_reply", frozen=True):
