@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from swarmd.client.links.ops import StepInput
 from swarmd.errors import SwarmError
 from swarmd.protocol.membership import records
-from swarmd.protocol.understanding import OURS, Understanding, understanding_of
+from swarmd.protocol.understanding import BEATS, OURS, Understanding, understanding_of
 from swarmd.values import Span
 from tests.protocol.test_untrusted import KEYS, MEMBER, peer_record
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
@@ -67,3 +67,27 @@ def test_a_record_of_a_later_version_is_read_and_one_of_an_earlier_is_taken_at_i
     earlier = msgspec.convert({"kind": "peer", **common}, records.PeerRecord)
     assert understanding_of(earlier).minor == 0
     assert understanding_of(earlier).knows("int8", frozenset({"exact", "tuned"}))
+
+
+async def test_with_a_member_that_knows_no_beats_all_announce_as_it_does(virtual_time: MockClock) -> None:
+    with trio.fail_after(900):
+        async with trio.open_nursery() as nursery:
+            swarm = SimSwarm(nursery, 4, seed=5)
+            for _ in range(3):
+                await swarm.add(Span(0, 4))
+            assert await settle(swarm) == {True}, "beats prove all"
+            old = await swarm.add(Span(0, 4), understands=replace(OURS, minor=BEATS - 1))
+            assert await settle(swarm) == {False}
+            swarm.crash(old)
+            assert await settle(swarm) == {True}, "it is gone, and they are as before"
+            nursery.cancel_scope.cancel()
+
+
+async def settle(swarm: SimSwarm) -> set[bool]:
+    """Wait until all know who is there, and for a minute more; are records proved by beats?"""
+    while not swarm.views_agree():
+        await trio.sleep(1)
+    await trio.sleep(60)
+    assert swarm.views_agree()
+    books = [daemon.exchange.book for daemon, _, _ in swarm.daemons.values()]
+    return {entry.life is not None for book in books for entry in book.entries.values()}
