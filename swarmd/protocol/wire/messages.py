@@ -83,10 +83,9 @@ class Pong(Message, tag="pong", frozen=True):
 
 
 class ExchangeDigest(Request, tag="digest", frozen=True):
-    """What is known: the payload is a msgpack map, or by buckets (``is_bucketed``: plan.members.buckets.BucketDigest).
+    """What is known: a msgpack map of record keys (``is_short``: their short names) to sequence numbers, or by buckets.
 
-    The map is of record keys (``is_short``: of plan.members.record_book's short names) to their sequence numbers.
-    ``minor`` is the sender's, who may not have announced it yet.
+    ``is_bucketed``: the payload is a plan.members.buckets.BucketDigest. ``minor`` is the sender's.
     """
 
     catalog_version: Count = 0
@@ -98,9 +97,7 @@ class ExchangeDigest(Request, tag="digest", frozen=True):
 
 
 class ExchangeReply(Message, tag="digest_reply", frozen=True):
-    """What you lack, and what I lack, named as the digest does: the payload is an ``ExchangeBody``.
-
-    To a digest by buckets: beats, and what is in the buckets that differ.
+    """What differs, named as the digest does (of buckets: all in those that do): the payload is an ``ExchangeBody``.
 
     ``now`` is as in ``Hello``: clocks are set while members are connected.
     """
