@@ -188,7 +188,7 @@ class Exchange:
                             self._record_news.set()
             for first in range(0, len(body.beats), BEATS_AT_ONCE):
                 async with self._merging:
-                    self.book.take_beats_untrusted(body.beats[first : first + BEATS_AT_ONCE])
+                    self.book.take_beats_untrusted(body.beats[first : first + BEATS_AT_ONCE], self._wall_clock())
         except IntegrityError as error:
             raise Forged(f"records that do not verify: {error}") from None
         return body
@@ -269,7 +269,7 @@ class Exchange:
         """
         for raw in raws:
             self.merge_untrusted(raw, is_own=True, beats={beat.chain: beat for beat in beats})
-        self.book.take_beats_untrusted(beats)
+        self.book.take_beats_untrusted(beats, self._wall_clock())
         if not raws and not catalog:
             return
         body = ExchangeBody(envelopes=raws, beats=[*beats])

@@ -92,6 +92,7 @@ class RecordBook:
     _next_expiry: float = math.inf
     _lives: dict[bytes, Life] = field(default_factory=dict)  # by the names of their chains
     _n_of_chain: Counter[bytes] = field(default_factory=Counter)  # records that have it
+    _last_numbers: dict[bytes, int] = field(default_factory=dict)  # of beats of chains that were given up
     _buckets: dict[int, Buckets] = field(default_factory=dict)  # by how many they are
 
     def wants(
@@ -127,8 +128,11 @@ class RecordBook:
         decision = self.wants(verified.key, verified.record.sequence, peer, vouchers)
         if not decision.action:
             return decision
-        if verified.life is not None and (known := self._lives.get(verified.life.chain)):
-            verified.life.take_untrusted(*known.beat)  # for when the record goes that it was known of
+        life = verified.life
+        if life is not None and life.number <= self._last_numbers.get(life.chain, -1):
+            return Decision(False, f"{peer} was given up, and has shown nothing since")  # others give it up later
+        if life is not None and (known := self._lives.get(life.chain)):
+            life.take_untrusted(*known.beat, known.seen_at)  # for when the record goes that it was known of
         if verified.key in self.entries:
             self._drop_records([verified.key])
         elif len(self.entries) >= MAX_RECORDS and not self._make_room(vouchers):
@@ -148,22 +152,22 @@ class RecordBook:
         if verified.life is not None:
             self._n_of_chain[verified.life.chain] += 1
             known = self._lives.setdefault(verified.life.chain, verified.life)
-            known.take_untrusted(*verified.life.beat)
+            known.take_untrusted(*verified.life.beat, verified.life.seen_at)
 
-    def _ends_at(self, verified: VerifiedRecord) -> int:
+    def _ends_at(self, verified: VerifiedRecord) -> float:
         """When a record counts no more, unless there is another beat."""
         if verified.life is None:
             return verified.record.expires_at
         return min(verified.record.expires_at, self._lives[verified.life.chain].counts_until)
 
-    def take_beats_untrusted(self, beats: Iterable[ChainBeat]) -> int:
+    def take_beats_untrusted(self, beats: Iterable[ChainBeat], now: float) -> int:
         """Take beats of chains that are known; returns how many were news. Raises IntegrityError for a forged one."""
         n_new = 0
         for beat in beats:
             life = self._lives.get(beat.chain)
             if life is None:
                 continue
-            is_news = life.take_untrusted(beat.number, beat.value)
+            is_news = life.take_untrusted(beat.number, beat.value, now)
             if is_news is None:
                 raise IntegrityError(f"beat {beat.number} of a chain that has no such")
             n_new += is_news
@@ -210,6 +214,10 @@ class RecordBook:
         if now < self._next_expiry:
             return []
         expired = [k for k, v in self.entries.items() if self._ends_at(v) <= now]
+        lives = (self.entries[key].life for key in expired)
+        self._last_numbers |= {life.chain: self._lives[life.chain].number for life in lives if life}
+        while len(self._last_numbers) > MAX_RECORDS:
+            del self._last_numbers[next(iter(self._last_numbers))]
         self._drop_records(expired)
         self._next_expiry = min(map(self._ends_at, self.entries.values()), default=math.inf)
         return expired

@@ -3,7 +3,8 @@
 A record carries the end of a chain of hashes, each of the one before it; a *beat* is an earlier one, which only the
 peer knows (Lamport 1981, "Password authentication with insecure communication"). The k-th beat may be shown from
 ``begun_at + k * beat_s`` on, and its records count for BEATS_KEPT times ``beat_s`` after that moment, as if they had
-been issued then. Anybody passes beats on, and checks them with one hash each.
+been issued then; where clocks differ, for about as long after it came. Anybody passes beats on, and checks them with
+one hash each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 HASH_BYTES = 16  # nobody finds what comes before one in 2^128 tries
 NAME_BYTES = 8  # of a chain: who wants to have one that is called as another is tries 2^64
 BEATS_KEPT = 3  # two may be lost
+LEAST_KEPT = 2.5  # after one has come, whatever its author's clock says: it may have been on its way for half of one
 MOST_BEATS = 250  # of a chain: so many hashes are computed at most to check one
 _PERSON = b"swarmd beat 1"
 
@@ -63,30 +65,37 @@ class SecretChain:
 
 
 class Life:
-    """What is known of a peer's chain: its last beat that was seen."""
+    """What is known of a peer's chain: its last beat that was seen, and when that was by this machine's clock."""
 
-    def __init__(self, peer: str, end: bytes, begun_at: int, beat_s: int) -> None:
+    def __init__(self, peer: str, end: bytes, begun_at: int, beat_s: int, now: float) -> None:
         self.chain = name_of(peer, end, begun_at, beat_s)
         self.number = 0
+        self.seen_at = now
         self._value = end
         self._begun_at = begun_at
         self._beat_s = beat_s
 
     @property
-    def counts_until(self) -> int:
-        """Until when records with this chain count."""
+    def is_due_until(self) -> int:
+        """When the next beats should have been shown, by its author's clock."""
         return self._begun_at + (self.number + BEATS_KEPT) * self._beat_s
+
+    @property
+    def counts_until(self) -> float:
+        """Until when records with this chain count, by this machine's clock."""
+        least, most = (self.seen_at + kept * self._beat_s for kept in (LEAST_KEPT, BEATS_KEPT))
+        return min(max(self.is_due_until, least), most)
 
     @property
     def beat(self) -> tuple[int, bytes]:
         """The number and hash of the last beat."""
         return self.number, self._value
 
-    def take_untrusted(self, number: int, value: bytes) -> bool | None:
-        """Take a beat; was it news? None for one that is not of this chain."""
+    def take_untrusted(self, number: int, value: bytes, now: float) -> bool | None:
+        """Take a beat that has come now; was it news? None for one that is not of this chain."""
         if number <= self.number:
             return False
         if follow(value, number - self.number) != self._value:
             return None
-        self.number, self._value = number, value
+        self.number, self._value, self.seen_at = number, value, now
         return True

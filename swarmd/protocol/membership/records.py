@@ -251,9 +251,9 @@ def expiry_of(now: int, until: int, lifetime_s: int = RECORD_LIFETIME_S) -> int:
     return max(now + 1, min(now + lifetime_s, until))
 
 
-def life_of(record: AnyRecord) -> Life | None:
-    """The life that beats are to prove of a record; None for one that ends when it says."""
-    return Life(record.peer, record.chain, record.begun_at, record.beat_s) if record.chain else None
+def life_of(record: AnyRecord, now: float) -> Life | None:
+    """The life that beats are to prove of a record that has come now; None for one that ends when it says."""
+    return Life(record.peer, record.chain, record.begun_at, record.beat_s, now) if record.chain else None
 
 
 def sign(record: AnyRecord, identity: Identity) -> bytes:
@@ -313,8 +313,8 @@ def read_untrusted(
         raise IntegrityError(f"a record that ends {-lifetime_s} s before it begins")
     if isinstance(record, SpanRecord) and record.start >= record.end:
         raise IntegrityError(f"a span needs start < end, got {record.start}:{record.end}")
-    life = _read_life_untrusted(record, beats)
-    ends_at = record.expires_at if life is None else min(record.expires_at, life.counts_until)
+    life = _read_life_untrusted(record, beats, now)
+    ends_at = record.expires_at if life is None else min(record.expires_at, life.is_due_until + MAX_SKEW_S)
     if ends_at <= now or record.issued_at > now + MAX_SKEW_S:
         raise Refused(Code.REFUSED, f"the record of {record.peer} is expired or from the future")
     membership = follow_untrusted(record.certificate, issuers, record.peer)
@@ -323,14 +323,14 @@ def read_untrusted(
     return VerifiedRecord(record, membership, raw, life)
 
 
-def _read_life_untrusted(record: AnyRecord, beats: Mapping[bytes, ChainBeat]) -> Life | None:
+def _read_life_untrusted(record: AnyRecord, beats: Mapping[bytes, ChainBeat], now: float) -> Life | None:
     """The life of a record's chain, with the beat that came with it. Raises IntegrityError for one that cannot be."""
-    life = life_of(record)
+    life = life_of(record, now)
     if life is None:
         return None
     if len(record.chain) != HASH_BYTES or not record.beat_s or record.begun_at > record.issued_at:
         raise IntegrityError(f"a chain of beats of {len(record.chain)} B, each {record.beat_s} s, that begins later")
     beat = beats.get(life.chain)
-    if beat is not None and life.take_untrusted(beat.number, beat.value) is None:
+    if beat is not None and life.take_untrusted(beat.number, beat.value, now) is None:
         raise IntegrityError(f"a beat that is not of the chain of {record.peer}")
     return life

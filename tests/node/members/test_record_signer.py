@@ -36,7 +36,7 @@ class Member:
         beats = {beat.chain: beat for beat in announcement.beats}
         for raw in announcement.news:
             assert self.exchange.merge_untrusted(raw, is_own=True, beats=beats)
-        self.exchange.book.take_beats_untrusted(announcement.beats)
+        self.exchange.book.take_beats_untrusted(announcement.beats, self.now)
         self.exchange.view()
         return announcement
 

@@ -32,7 +32,9 @@ class Author:
         life = {"chain": self.chain.end, "begun_at": self.begun_at, "beat_s": BEAT_S, "expires_at": LIFE_S}
         membership = Membership(PeerId(self.name), "member", (self.name.encode(),), LIFE_S)
         made = (PeerRecord(**common, **life), SpanRecord(**common, **life, model="m", end=2))
-        return [VerifiedRecord(record, membership, repr(record).encode(), life_of(record)) for record in made]
+        return [
+            VerifiedRecord(record, membership, repr(record).encode(), life_of(record, self.begun_at)) for record in made
+        ]
 
     def beat(self, number: int) -> ChainBeat:
         return self.chain.beats_at(self.begun_at + number * BEAT_S)[0]
@@ -45,7 +47,7 @@ def book_of(*authors: Author, **of_beats: int) -> RecordBook:
         for record in author.records():
             assert book.add(record).action
         if author.name in of_beats:
-            assert book.take_beats_untrusted([author.beat(of_beats[author.name])]) == 1
+            assert book.take_beats_untrusted([author.beat(of_beats[author.name])], of_beats[author.name] * BEAT_S) == 1
     return book
 
 
@@ -56,6 +58,19 @@ def test_a_record_counts_for_as_long_as_beats_come() -> None:
     assert book.expire(BEATS_KEPT * BEAT_S) == ["b/peer", "b/span/m"]
     assert book.expire((5 + BEATS_KEPT) * BEAT_S) == ["a/peer", "a/span/m"]
     assert not book.last_beats([a.chain.name]), "what is gone is forgotten"
+
+
+def test_who_was_given_up_is_not_taken_from_others_who_believe_a_little_longer() -> None:
+    a = Author("a")
+    book = book_of(a, a=2)
+    assert len(book.expire(10 * BEAT_S)) == 2
+    for record in a.records():
+        assert record.life is not None
+        assert not book.add(record).action
+        record.life.take_untrusted(2, a.beat(2).value, 10 * BEAT_S)
+        assert "has shown nothing since" in book.add(record).reason
+        record.life.take_untrusted(9, a.beat(9).value, 10 * BEAT_S)
+        assert book.add(record).action
 
 
 def test_a_newer_record_of_the_same_chain_is_known_to_be_alive() -> None:
@@ -91,17 +106,17 @@ def test_equal_books_tell_whose_beats_are_newer() -> None:
     here, there = book_of(a, b, c, a=3, b=1), book_of(a, b, c, a=1, b=2)
     differs = there.compare_buckets(here.bucket_digest())
     assert (differs.newer_here, differs.newer_there, differs.buckets) == ([b.chain.name], [a.chain.name], [])
-    assert here.take_beats_untrusted(there.last_beats(differs.newer_here)) == 1
-    assert there.take_beats_untrusted(here.last_beats(differs.newer_there)) == 1
+    assert here.take_beats_untrusted(there.last_beats(differs.newer_here), 0) == 1
+    assert there.take_beats_untrusted(here.last_beats(differs.newer_there), 0) == 1
     assert here.bucket_digest() == there.bucket_digest()
 
 
 def test_a_beat_that_was_made_up_is_forged_and_one_of_nobody_is_nothing() -> None:
     a = Author("a")
     book = book_of(a)
-    assert book.take_beats_untrusted([Author("b").beat(1)]) == 0
+    assert book.take_beats_untrusted([Author("b").beat(1)], 0) == 0
     with pytest.raises(IntegrityError, match="beat 2"):
-        book.take_beats_untrusted([ChainBeat(a.chain.name, 2, b"x" * 16)])
+        book.take_beats_untrusted([ChainBeat(a.chain.name, 2, b"x" * 16)], 0)
 
 
 @pytest.mark.parametrize("n", [0, 3, 2 * MOST_BUCKETS])
