@@ -38,7 +38,7 @@ from swarmd.plan.links.traffic import ack_bytes, wire_bytes
 from swarmd.plan.members.buckets import IN_A_BUCKET, BucketDigest
 from swarmd.plan.members.pacing import LEAST_EXCHANGE_S, beat_s, exchange_s, rarely_s
 from swarmd.protocol.membership import records
-from swarmd.protocol.membership.beats import MOST_BEATS, SecretChain
+from swarmd.protocol.membership.beats import MAX_SKEW_S, MOST_BEATS, SecretChain
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import VerifiedRecord
@@ -79,7 +79,7 @@ class Checks:
         life = records.life_of(known.record, now)
         if life is not None and (beat := (beats or {}).get(life.chain)):
             life.take_untrusted(beat.number, beat.value, now)
-        if life is not None and life.is_due_until + records.MAX_SKEW_S <= now:
+        if life is not None and life.is_due_until + MAX_SKEW_S <= now:
             raise Refused(Code.REFUSED, "expired")
         return VerifiedRecord(known.record, known.membership, raw, life)
 

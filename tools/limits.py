@@ -101,7 +101,7 @@ SEEN: dict[str, dict[str, str]] = {
         "plan.members.record_book.MAX_RECORDS": "records beyond it are not taken",
         "plan.members.record_book.MAX_RECORDS_OF_A_VOUCHER": "records of one invite's guests beyond it are not taken",
         "protocol.membership.records.RECORD_LIFETIME_S": "a member that vanished is still listed for so long",
-        "protocol.membership.records.MAX_SKEW_S": "records of clocks that differ by more are ignored",
+        "protocol.membership.beats.MAX_SKEW_S": "records of clocks that differ by more are ignored",
         "protocol.membership.catalog.MAX_INVITES": "a founder makes no more invites that have not expired",
         "protocol.membership.catalog.MAX_ADMITTED": "no more members are admitted for good",
         "protocol.membership.catalog.MAX_REVOKED": "no more keys are revoked: revoke their invite",

@@ -21,7 +21,7 @@ from swarmd.net.roster import MAX_REMEMBERED_MEMBERS, Roster
 from swarmd.net.rpc import Channel, Rpc
 from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.members.buckets import BucketDigest
-from swarmd.plan.members.record_book import MAX_RECORDS, RecordBook, short_name
+from swarmd.plan.members.record_book import MAX_RECORDS, Naming, RecordBook, short_name
 from swarmd.plan.owner.clock import MemberClocks, describe_wrong_clock
 from swarmd.plan.trust.standing import Fault
 from swarmd.protocol.fields import Count, Text
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 EXCHANGE_TIMEOUT_S = 8.0  # a digest of 20,000 records on a slow link
 PUSH_TIMEOUT_S = 2.0  # to one peer: the others wait for it
 N_AT_ONCE = 16  # records to check before others work: 5 ms of signatures
-BEATS_AT_ONCE = 1_024  # to check before others work: a millisecond or two of hashes
+BEATS_AT_ONCE = 64  # to check before others work: 7 ms of hashes, where somebody sends the last beat of each chain
 LEAST_INTERVAL_S = 0.1  # between two records of one key: news waits half of it longer than it would
 MAX_DIGEST_BYTES = 4 * 2**20  # 20,000 records of about 100 bytes, twice
 Digest = dict[Text, Count]
@@ -51,8 +51,9 @@ Digest = dict[Text, Count]
 class Exchange:
     """One process's record book, and the messages that keep it up to date."""
 
-    def __init__(self, keys: SwarmKeys, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, keys: SwarmKeys, wall_clock: Callable[[], float], minor: int = MINOR) -> None:
         self.book = RecordBook()
+        self._minor = minor
         self.keys = keys
         self.roster = Roster(keys, wall_clock)
         self._catalog_news = trio.Event()
@@ -75,6 +76,10 @@ class Exchange:
     def _rights_of(self, membership: Membership) -> tuple[Right, ...]:
         admission_pass = self.roster.find_pass(membership)
         return () if admission_pass is None else admission_pass.may
+
+    def _end_of(self, membership: Membership) -> float:
+        admission_pass = self.roster.find_pass(membership)
+        return -math.inf if admission_pass is None else admission_pass.ends_at
 
     def now(self) -> float:
         """Unix seconds."""
@@ -160,7 +165,7 @@ class Exchange:
         if is_news:
             self._view = None
             self.roster.follow(catalog)
-            self.book.keep_members(lambda membership: self.roster.find_pass(membership) is not None)
+            self.book.keep_members(self._end_of)
             self._catalog_news.set()
         return is_news
 
@@ -206,7 +211,7 @@ class Exchange:
         #
         # With members that know no beats it is sequence numbers of all records, then records and names, then records.
         record = self.view().peers.get(peer)
-        minor = 0 if record is None else record.minor
+        minor = 0 if record is None else min(record.minor, self._minor)
         naming = short_name if minor >= SHORT_DIGESTS else str
         is_bucketed = minor >= BEATS
         digest = self.book.bucket_digest() if is_bucketed else self.book.digest(naming)
@@ -217,7 +222,7 @@ class Exchange:
             catalog_charters=charters,
             is_short=naming is short_name,
             is_bucketed=is_bucketed,
-            minor=MINOR,
+            minor=self._minor,
         )
         begun = trio.current_time()
         try:
@@ -230,30 +235,42 @@ class Exchange:
         self._note_clock(peer, reply.now, trio.current_time() - begun)
         try:
             body = await self.merge_body_untrusted(frame.payload)
+            if isinstance(digest, BucketDigest):
+                answer = self._answer_differences(len(digest.numbers), body)
+            else:
+                answer = self._give(body.want, naming, is_bucketed)
         except RemoteProtocolError as error:
             fault = Fault.FORGED if isinstance(error, Forged) else Fault.MALFORMED
             rpc.standing.fault(peer, fault, str(error))
             raise
-        envelopes = self.book.pick(set(body.want), naming, is_bucketed) if body.want else []
-        want: list[str] = []
-        if isinstance(digest, BucketDigest) and body.buckets:
-            envelopes, want = self.book.compare_in_buckets(len(digest.numbers), body.buckets, body.digest)
-        beats = [*self.book.last_beats(body.want_beats), *self.book.beats_for(envelopes)]
-        if envelopes or want or beats:
+        if answer != ExchangeBody():
             channel = await rpc.channel(peer, "bulk")
-            is_news = bool(envelopes) and self._is_news_to(peer)
-            catalog = self.book.catalog_raw if is_news else None  # else its founders are not known there
-            answer = ExchangeBody(envelopes=envelopes, want=want, catalog=catalog, beats=beats)
+            if answer.envelopes and self._is_news_to(peer):  # else its founders are not known there
+                answer = msgspec.structs.replace(answer, catalog=self.book.catalog_raw)
             await channel.send(Records(), msgspec.msgpack.encode(answer))
-        return bool(envelopes or want or body.envelopes or body.catalog)
+        return bool(answer.envelopes or answer.want or body.envelopes or body.catalog)
+
+    def _answer_differences(self, n: int, body: ExchangeBody) -> ExchangeBody:
+        """What another member lacks, and what is wanted of it, by what it has said of ``n`` buckets."""
+        ours, _ = self.book.told_of(n, body.buckets)
+        envelopes, want = self.book.compare_names(ours, body.digest) if body.buckets else ([], [])
+        newer_here, newer_there = self.book.compare_beats(body.numbers)
+        beats = [*self.book.last_beats([*body.want_beats, *newer_here]), *self.book.beats_for(envelopes)]
+        return ExchangeBody(envelopes=envelopes, want=want, beats=beats, want_beats=newer_there)
+
+    def _give(self, want: Iterable[str], naming: Naming = short_name, knows_beats: bool = True) -> ExchangeBody:
+        """The records that somebody wants, and the beats that prove them."""
+        names = {*want}
+        envelopes = self.book.pick(names, naming, knows_beats) if names else []
+        return ExchangeBody(envelopes=envelopes, beats=self.book.beats_for(envelopes))
 
     async def take(self, channel: Channel, frame: Frame) -> None:
         """Take records that came by themselves, or at the end of an exchange, and give what is wanted in return."""
         body = await self.merge_body_untrusted(frame.payload)
-        if body.want:
-            envelopes = self.book.pick(set(body.want), short_name)
-            answer = ExchangeBody(envelopes=envelopes, beats=self.book.beats_for(envelopes))
-            await channel.send(Records(), msgspec.msgpack.encode(answer))
+        if body.want or body.want_beats:
+            answer = self._give(body.want)
+            beats = [*answer.beats, *self.book.last_beats(body.want_beats)]
+            await channel.send(Records(), msgspec.msgpack.encode(msgspec.structs.replace(answer, beats=beats)))
 
     async def push(
         self,
@@ -277,9 +294,10 @@ class Exchange:
         with_catalog = (
             msgspec.msgpack.encode(msgspec.structs.replace(body, catalog=self.book.catalog_raw)) if catalog else plain
         )
+        is_for_all = all(map(self.book.is_for_all, raws))
         for peer in peers:
             channel = rpc.find_channel(peer, "bulk")
-            if channel is not None:
+            if channel is not None and (is_for_all or self._knows_beats(peer)):
                 with suppress(PeerError), trio.move_on_after(PUSH_TIMEOUT_S):
                     await channel.send(Records(), with_catalog if self._reads_charters(peer) else plain)
 
@@ -289,11 +307,13 @@ class Exchange:
             raise RemoteProtocolError(f"a digest of {len(frame.payload)} B; the limit is {MAX_DIGEST_BYTES}")
         if message.is_bucketed:
             differs = self.book.compare_buckets(decode(frame.payload, BucketDigest, "a digest"))
+            names, numbers = self.book.told_of(differs.n, differs.buckets) if differs.buckets else ({}, [])
             body = ExchangeBody(
                 beats=self.book.last_beats(differs.newer_here),
                 want_beats=differs.newer_there,
                 buckets=differs.buckets,
-                digest=self.book.in_buckets(differs.n).names_in(differs.buckets),
+                digest=names,
+                numbers=numbers,
             )
         else:
             naming = short_name if message.is_short else str
@@ -306,6 +326,10 @@ class Exchange:
         body = msgspec.structs.replace(body, catalog=catalog)
         reply = ExchangeReply(re=message.id, now=int(self._wall_clock()))
         await channel.answer(reply, msgspec.msgpack.encode(body))
+
+    def _knows_beats(self, peer: PeerId) -> bool:
+        record = self.view().peers.get(peer)
+        return record is not None and record.minor >= BEATS
 
     def _reads_charters(self, peer: PeerId) -> bool:
         """May this catalog be sent to a peer? Versions before charters take one by another founder for forged."""

@@ -280,7 +280,7 @@ async def test_who_repeats_anothers_beats_proves_nothing_of_itself(virtual_time:
     exchange = some_exchange()
     assert exchange.merge_untrusted(raw)
     assert exchange.merge_untrusted(copied)
-    (beat,) = chain.beats_at(EPOCH_S + 1_000)
-    assert exchange.book.take_beats_untrusted([beat], EPOCH_S + 30) == 1
-    exchange.book.expire(EPOCH_S + 75)
+    (beat,) = chain.beats_at(EPOCH_S + 100)
+    assert exchange.book.take_beats_untrusted([beat], EPOCH_S + 100) == 1
+    exchange.book.expire(EPOCH_S + 110)
     assert {entry.raw for entry in exchange.book.entries.values()} == {raw}

@@ -255,7 +255,7 @@ class SimSwarm:
         wall_clock = wall_clock or self.wall_clock
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
-        exchange = Exchange(self.keys, wall_clock)
+        exchange = Exchange(self.keys, wall_clock, understands.minor)
         exchange.merge_catalog_untrusted(self.catalog)
         step_s = self.rng.uniform(0.002, 0.02)
 

@@ -18,8 +18,8 @@ from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN, Receipt, dige
 from swarmd.protocol.accounts.taken_tokens import TakenTokens
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.fields import TensorMeta
+from swarmd.protocol.membership.beats import MAX_SKEW_S
 from swarmd.protocol.membership.identity import Identity
-from swarmd.protocol.membership.records import MAX_SKEW_S
 from swarmd.protocol.wire.alternatives import count_alternative_tokens
 from swarmd.protocol.wire.messages import count_cropped, is_reordered
 from swarmd.values import PeerId

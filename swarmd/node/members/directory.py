@@ -54,7 +54,7 @@ class DirectoryServices:
 # Five loops, each with its own pace, so that none waits for another:
 #
 #     announce     sign what is new, push it to a few members; a beat     every 20 s or more, at once when it changed
-#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 4 to 10 s while nothing is new
+#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 2 to 6 s while nothing is new
 #     rendezvous   be found, and find, through the DHT                    rarely
 #     silent       was a message too large to pass, as it was not answered?  after an exchange that timed out
 #     probe        measure round trips, and bandwidth to one member       every 30 s

@@ -13,11 +13,11 @@ from typing import Any
 
 from swarmd.net.exchange import Exchange
 from swarmd.plan.members.news import is_news
-from swarmd.plan.members.pacing import beat_s, rarely_s
+from swarmd.plan.members.pacing import BEAT_S, beat_s, rarely_s
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.beats import MOST_BEATS, ChainBeat, SecretChain
 from swarmd.protocol.membership.identity import Identity
-from swarmd.protocol.membership.records import AnyRecord, PeerRecord, RunRecord, SpanRecord
+from swarmd.protocol.membership.records import MAX_LIFETIME_S, AnyRecord, PeerRecord, RunRecord, SpanRecord
 
 RECORD_TYPES: dict[str, type[AnyRecord]] = {"peer": PeerRecord, "span": SpanRecord, "run": RunRecord}
 USED = 0.9  # of a chain: then all is signed anew, so that nobody has to wait for the last beat
@@ -111,11 +111,13 @@ class RecordSigner:
         is_withdrawn = not generation.signed.keys() <= {*keys}
         known = self._exchange.book.entries
         is_lost = not all(signed.key in known for signed in generation.signed.values())
+        is_too_long = generation.expires_at > self._exchange.roster.pass_of(self._certificate).ends_at
         is_used_up = not chain.begun_at <= self._wall_clock() < generation.ends_at
-        return is_used_up or is_withdrawn or is_lost or not 1 / OTHER_PACE < pace < OTHER_PACE
+        return is_used_up or is_withdrawn or is_lost or is_too_long or not 1 / OTHER_PACE < pace < OTHER_PACE
 
     def _begin(self, now: int, seconds: int) -> _Generation:
-        expires_at = self._expiry(MOST_BEATS * seconds)
+        # in a swarm of up to a thousand as long as those who know no beats believe in any record
+        expires_at = self._expiry(MAX_LIFETIME_S if seconds == BEAT_S else MOST_BEATS * seconds)
         n_beats = max(1, (expires_at - now) // seconds)
         chain = SecretChain(self._identity.peer_id, os.urandom(16), now, seconds, n_beats)
         ends_at = now + USED * (expires_at - now)

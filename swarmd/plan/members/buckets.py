@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
 HASH_BYTES = 8  # of a bucket
 IN_A_BUCKET = 32  # records: so many are named where one of them differs
+MOST_PEERS = 20_000  # whose buckets are remembered: as many as a view has records
 MOST_BUCKETS = 4_096  # a digest of them takes 32 KiB before anything is told of beats
 
 
@@ -32,6 +34,7 @@ def count_buckets(n_records: int) -> int:
     return n
 
 
+@lru_cache(maxsize=MOST_PEERS)
 def bucket_of(peer: str, n_buckets: int) -> int:
     """The bucket of a peer's records."""
     return int.from_bytes(hashlib.blake2b(peer.encode(), digest_size=4).digest()) % n_buckets
@@ -124,8 +127,3 @@ class Buckets:
                 elif numbers[chain] < number:
                     newer_there.append(chain)
         return Difference(len(self), newer_here, newer_there, differing)
-
-    def names_in(self, buckets: Iterable[int]) -> dict[str, int]:
-        """Sequence numbers by short names of all records in some buckets."""
-        found = (self._buckets[index].records.items() for index in buckets)
-        return {name: sequence for records in found for name, (sequence, _) in records}

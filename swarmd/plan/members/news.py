@@ -12,7 +12,8 @@ MEASURED = (
     *("up_bytes_per_s", "down_bytes_per_s", "free_disk_bytes", "memory_bytes", "device_memory_bytes"),
 )
 """What is measured again and again, and comes out a little different."""
-LIKE = 0.2  # of the larger number: measurements that differ by less say the same
+LIKE = 0.2  # of what was signed: numbers that differ by no more say the same, and so do loads of one session more
+MUCH = 2.0  # times as much, or as little: others should know it at once
 
 
 def is_news(signed: Mapping[str, Any], current: Mapping[str, Any], age_s: float, rarely_s: float) -> bool:
@@ -25,23 +26,31 @@ def is_news(signed: Mapping[str, Any], current: Mapping[str, Any], age_s: float,
     if signed.keys() != current.keys():
         return True
     differing = [name for name in current if not _are_alike(name, signed[name], current[name])]
-    is_urgent = any(name not in (*MEASURED, "found") for name in differing) or _says_wrong(signed, current)
-    return is_urgent or (bool(differing) and age_s >= rarely_s)
+    is_urgent = any(_is_urgent(name, signed[name], current[name]) for name in differing)
+    return is_urgent or _says_wrong(signed, current) or (bool(differing) and age_s >= rarely_s)
 
 
 def _are_alike(name: str, before: Any, now: Any) -> bool:
-    if name in LOADS or name in MEASURED:
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            return before.keys() == now.keys() and all(_are_near(before[key], now[key]) for key in now)
-        return bool(before == now) or _are_near(before, now)
-    return bool(before == now)
+    if name in LOADS:
+        return bool(abs(before - now) <= max(1, LIKE * before))
+    if name in MEASURED and isinstance(before, Mapping):
+        return before.keys() == now.keys() and all(_are_near(before[key], now[key]) for key in now)
+    return bool(before == now) or (name in MEASURED and _are_near(before, now))
 
 
-def _are_near(before: Any, now: Any) -> bool:
-    """Do two numbers say the same? Small whole ones never do."""
+def _is_urgent(name: str, before: Any, now: Any) -> bool:
+    """Should others know at once of what differs?"""
+    if name not in (*MEASURED, "found"):
+        return True
+    are_numbers = isinstance(before, int | float) and isinstance(now, int | float)
+    return are_numbers and not before / MUCH <= now <= before * MUCH
+
+
+def _are_near(before: float | None, now: float | None) -> bool:
+    """Do two measurements say the same?"""
     if before is None or now is None:
         return before is now
-    return bool(abs(before - now) <= LIKE * max(abs(before), abs(now)))
+    return abs(before - now) <= LIKE * abs(before)
 
 
 def _says_wrong(signed: Mapping[str, Any], current: Mapping[str, Any]) -> bool:

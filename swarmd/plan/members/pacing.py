@@ -13,7 +13,7 @@ from swarmd.protocol.membership.records import MAX_BEAT_S
 
 BEAT_S = 20  # between two beats: a member that is gone is believed in for three of them
 FEW = 1_000  # members, of whom all can show so often that they are there
-SPREAD = 1.25  # beats: within these all have heard of one, in as many rounds of exchanges as it takes
+SPREAD = 0.75  # beats: within these all have heard of one, in as many rounds of exchanges as it takes
 GROWTH = 4.0  # times as many know of something after each round, in which each member calls one and is called by one
 LEAST_EXCHANGE_S = 2.0  # news crosses a swarm in a few of these
 RARELY_S = 300.0  # between two signatures for what a member measures now and then

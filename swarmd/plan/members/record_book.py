@@ -24,6 +24,7 @@ from swarmd.plan.members.buckets import (
     BucketDigest,
     Buckets,
     Difference,
+    bucket_of,
     count_buckets,
 )
 from swarmd.protocol.fields import MAX_STAGES
@@ -44,7 +45,8 @@ MAX_REPLY_BYTES = 4 * 2**20  # of one exchange
 T = TypeVar("T")
 Exchanged = tuple[list[bytes], list[str]]
 """Records that another member lacks, and names of those that it has and this one lacks."""
-MOST_SIZES = 2  # of buckets that are kept: those of members who know a few more or less
+Shown = tuple[bytes, int]
+"""A chain, and the number of its last beat."""
 
 
 def _count_down(counter: Counter[T], key: T) -> None:
@@ -205,9 +207,13 @@ class RecordBook:
         self.catalog_raw = raw
         return Decision(True, f"version {catalog.version}")
 
-    def keep_members(self, counts: Callable[[Membership], bool]) -> None:
-        """Drop the records of everybody whose membership does not count any more."""
-        self._drop_records([k for k, v in self.entries.items() if not counts(v.membership)])
+    def keep_members(self, ends_at: Callable[[Membership], float]) -> None:
+        """Drop the records of everybody whose membership does not count any more, or ends before they do."""
+        self._drop_records([k for k, v in self.entries.items() if v.record.expires_at > ends_at(v.membership)])
+
+    def is_for_all(self, raw: bytes) -> bool:
+        """May a record of one's own be sent to members that know no beats? They would take a long life for forged."""
+        return any(entry.is_for_all for entry in self.entries.values() if entry.raw == raw)
 
     def expire(self, now: float) -> list[str]:
         """Drop what has expired; returns the keys."""
@@ -256,38 +262,62 @@ class RecordBook:
         own_sequences = self.digest(naming)
         for key, entry in self.entries.items():
             is_newer = sequences.get(naming(key), -1) < entry.record.sequence
-            if is_newer and (knows_beats or entry.life is None) and size < MAX_REPLY_BYTES:
+            if is_newer and (knows_beats or entry.is_for_all) and size < MAX_REPLY_BYTES:
                 send.append(entry.raw)
                 size += len(entry.raw)
         want = [name for name, sequence in sequences.items() if sequence > own_sequences.get(name, -1)]
         return send[:MAX_SENT], want[:MAX_SENT]
 
-    def in_buckets(self, n: int) -> Buckets:
-        """All records in so many buckets."""
-        buckets = self._buckets.get(n)
-        if buckets is None:
-            buckets = self._buckets[n] = Buckets(n, map(_in_bucket, self.entries.values()))
-            while len(self._buckets) > MOST_SIZES:
-                del self._buckets[next(iter(self._buckets))]
-        return buckets
-
     def bucket_digest(self) -> BucketDigest:
         """What is here, as another member compares it with what it has."""
-        return self.in_buckets(count_buckets(len(self.entries))).digest(self._numbers())
+        return self._in_buckets(count_buckets(len(self.entries))).digest(self._numbers())
 
     def compare_buckets(self, digest: BucketDigest) -> Difference:
-        """Compare another member's digest with what is here. Raises RemoteProtocolError for one that cannot be."""
-        n = len(digest.numbers)
+        """Compare another member's digest with what is here; all of a book that is much smaller or larger differs.
+
+        Raises RemoteProtocolError for one that cannot be.
+        """
+        n, own = len(digest.numbers), count_buckets(len(self.entries))
         if len(digest.hashes) != HASH_BYTES * n or not 1 <= n <= MOST_BUCKETS or n & (n - 1):
             raise RemoteProtocolError(f"a digest of {n} buckets with {len(digest.hashes)} B of hashes")
-        return self.in_buckets(n).compare(digest, self._numbers())
+        if not own <= 2 * n <= 4 * own:
+            return Difference(n, [], [], [*range(n)])
+        return self._in_buckets(n).compare(digest, self._numbers())
 
-    def compare_in_buckets(self, n: int, buckets: Iterable[int], sequences: Mapping[str, int]) -> Exchanged:
-        """Compare what another member has in some of ``n`` buckets with what is here."""
-        ours = self.in_buckets(n).names_in(buckets)
-        newer = {name for name, sequence in ours.items() if sequences.get(name, -1) < sequence}
-        want = [name for name, sequence in sequences.items() if sequence > ours.get(name, -1)]
+    def told_of(self, n: int, buckets: Iterable[int]) -> tuple[dict[str, int], list[Shown]]:
+        """What is in some of ``n`` buckets: sequence numbers by short names, and the last beats of chains, by numbers.
+
+        Raises RemoteProtocolError for buckets that are not among so many.
+        """
+        asked = {*buckets}
+        if not all(0 <= index < n for index in asked):
+            raise RemoteProtocolError(f"buckets {sorted(asked)[:3]} of {n}")
+        held = [v for v in self.entries.values() if bucket_of(v.record.peer, n) in asked]
+        chains = dict.fromkeys(verified.life.chain for verified in held if verified.life is not None)
+        names = {short_name(verified.key): verified.record.sequence for verified in held}
+        return names, [(chain, self._lives[chain].number) for chain in chains]
+
+    def compare_names(self, ours: Mapping[str, int], theirs: Mapping[str, int]) -> Exchanged:
+        """Compare sequence numbers by short names of some buckets, here and at another member."""
+        newer = {name for name, sequence in ours.items() if theirs.get(name, -1) < sequence}
+        want = [name for name, sequence in theirs.items() if sequence > ours.get(name, -1)]
         return self.pick(newer, short_name), want[:MAX_SENT]
+
+    def compare_beats(self, shown: Iterable[Shown]) -> tuple[list[bytes], list[bytes]]:
+        """Chains whose last beats are newer here, and there; of those that both know."""
+        numbers = self._numbers()
+        known = [(chain, number, numbers[chain]) for chain, number in shown if chain in numbers]
+        newer_here = [chain for chain, number, ours in known if ours > number]
+        return newer_here, [chain for chain, number, ours in known if ours < number]
+
+    def _in_buckets(self, n: int) -> Buckets:
+        """All records in so many buckets; kept for members whose books are about as large."""
+        buckets = self._buckets.get(n)
+        if buckets is None:
+            own = count_buckets(len(self.entries))
+            self._buckets = {size: each for size, each in self._buckets.items() if own <= 2 * size <= 4 * own}
+            buckets = self._buckets[n] = Buckets(n, map(_in_bucket, self.entries.values()))
+        return buckets
 
     def _numbers(self) -> dict[bytes, int]:
         return {chain: life.number for chain, life in self._lives.items()}
@@ -298,7 +328,7 @@ class RecordBook:
         size = 0
         for key in sorted(key for key in self.entries if naming(key) in names):
             entry = self.entries[key]
-            if (knows_beats or entry.life is None) and size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
+            if (knows_beats or entry.is_for_all) and size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
                 picked.append(entry.raw)
                 size += len(entry.raw)
         return picked

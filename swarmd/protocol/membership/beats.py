@@ -18,6 +18,7 @@ HASH_BYTES = 16  # nobody finds what comes before one in 2^128 tries
 NAME_BYTES = 8  # of a chain: who wants to have one that is called as another is tries 2^64
 BEATS_KEPT = 3  # two may be lost
 LEAST_KEPT = 2.5  # after one has come, whatever its author's clock says: it may have been on its way for half of one
+MAX_SKEW_S = 120  # volunteers' clocks differ
 MOST_BEATS = 250  # of a chain: so many hashes are computed at most to check one
 _PERSON = b"swarmd beat 1"
 
@@ -92,8 +93,11 @@ class Life:
         return self.number, self._value
 
     def take_untrusted(self, number: int, value: bytes, now: float) -> bool | None:
-        """Take a beat that has come now; was it news? None for one that is not of this chain."""
-        if number <= self.number:
+        """Take a beat that has come now; was it news? None for one that is not of this chain.
+
+        What is shown long before its time is not believed: it would prove for hours that somebody is there.
+        """
+        if number <= self.number or self._begun_at + number * self._beat_s > now + MAX_SKEW_S:
             return False
         if follow(value, number - self.number) != self._value:
             return None

@@ -16,7 +16,7 @@ import msgspec
 from swarmd.errors import Code, IntegrityError, Refused
 from swarmd.names import MAX_MEMBER_NAME
 from swarmd.protocol.fields import Addresses, Block, Certificate, Count, Digest, Name, Needs, Stage, Text
-from swarmd.protocol.membership.beats import HASH_BYTES, MOST_BEATS, ChainBeat, ChainName, Life
+from swarmd.protocol.membership.beats import HASH_BYTES, MAX_SKEW_S, MOST_BEATS, ChainBeat, ChainName, Life
 from swarmd.protocol.membership.identity import (
     Identity,
     Membership,
@@ -32,7 +32,6 @@ RECORD_LIFETIME_S = 60  # who vanished is believed in for so long at most
 MAX_LIFETIME_S = 3_600  # nobody can leave a record that outlives an hour, where no beats are to prove it
 MAX_BEAT_S = 120  # of a swarm of 36,000 members: who is gone is believed in for three beats
 MAX_PROVED_S = MOST_BEATS * MAX_BEAT_S  # of a record that beats prove
-MAX_SKEW_S = 120  # volunteers' clocks differ
 MOST_SENT_BEATS = 20_000  # in one message: of all members of a large swarm, half a MiB
 _DOMAIN = b"swarmd record 1\0"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -191,7 +190,8 @@ class ExchangeBody(msgspec.Struct, frozen=True, omit_defaults=True):
     """Payload of a records frame: envelopes, encoded, what the sender wants back, and its catalog if newer.
 
     ``beats``: those that are new, and the last ones of the envelopes' chains. ``want_beats``: chains whose last beats
-    the sender wants. ``buckets`` differ, and ``digest`` has sequence numbers by short names of what is in them there.
+    the sender wants. ``buckets`` differ: ``digest`` has sequence numbers by short names of what is in them there, and
+    ``numbers`` those of the last beats of the chains in them.
     """
 
     envelopes: Annotated[list[bytes], msgspec.Meta(max_length=4_096)] = []
@@ -201,6 +201,7 @@ class ExchangeBody(msgspec.Struct, frozen=True, omit_defaults=True):
     want_beats: Annotated[list[ChainName], msgspec.Meta(max_length=MOST_SENT_BEATS)] = []
     buckets: Annotated[list[Count], msgspec.Meta(max_length=4_096)] = []
     digest: dict[Text, Count] = {}
+    numbers: Annotated[list[tuple[ChainName, Count]], msgspec.Meta(max_length=MOST_SENT_BEATS)] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,11 @@ class VerifiedRecord:
     membership: Membership
     raw: bytes
     life: Life | None = None
+
+    @property
+    def is_for_all(self) -> bool:
+        """May members that know no beats have it? They take a longer life for forged."""
+        return self.record.expires_at - self.record.issued_at <= MAX_LIFETIME_S
 
     @property
     def key(self) -> str:

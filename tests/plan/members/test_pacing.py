@@ -12,7 +12,10 @@ from swarmd.protocol.membership.beats import BEATS_KEPT
 from swarmd.protocol.membership.records import ProbeFinding
 
 RARELY_S = 300.0
-SPAN = {"kind": "span", "state": "online", "start": 0, "free_cache_tokens": 1_000, "round_trip_ms": {"a": 10.0}}
+SPAN = {
+    **{"kind": "span", "state": "online", "start": 0, "n_decoding": 3, "free_cache_tokens": 1_000},
+    **{"decode_tokens_per_s": 50.0, "round_trip_ms": {"a": 10.0}},
+}
 
 
 @pytest.mark.parametrize("n_members", [1, 2, 8, 100, 1_000, 5_000, 10_000, 100_000])
@@ -39,8 +42,12 @@ def test_a_members_share_grows_more_slowly_than_the_swarm() -> None:
         ({"free_cache_tokens": 500}, True, True),
         ({"round_trip_ms": {"a": 11.0}}, False, False),
         ({"round_trip_ms": {"a": 30.0}}, False, True),
+        ({"decode_tokens_per_s": 35.0}, False, True),
+        ({"decode_tokens_per_s": 0.5}, True, True),
         ({"round_trip_ms": {"b": 10.0}}, False, True),
-        ({"n_decoding": 1}, True, True),
+        ({"n_decoding": 4}, False, False),
+        ({"n_decoding": 5}, True, True),
+        ({"head": True}, True, True),
     ],
 )
 def test_what_is_worth_a_signature(change: dict[str, Any], is_at_once: bool, is_later: bool) -> None:

@@ -89,12 +89,14 @@ def test_only_beats_and_buckets_that_differ_are_told() -> None:
     digest = here.bucket_digest()
     assert len(digest.numbers) == count_buckets(78) == 4
     differs = there.compare_buckets(digest)
-    named = there.in_buckets(differs.n).names_in(differs.buckets)
+    named, numbers = there.told_of(differs.n, differs.buckets)
     assert 1 <= len(differs.buckets) <= 2
     assert 2 <= len(named) < 60
-    told = {*differs.newer_here, *differs.newer_there}
-    assert told <= {authors[0].chain.name, authors[1].chain.name}
-    sent, want = here.compare_in_buckets(differs.n, differs.buckets, named)
+    newer_here, newer_there = here.compare_beats(numbers)
+    assert {*newer_here, *differs.newer_there} == {authors[0].chain.name}
+    assert {*newer_there, *differs.newer_here} == {authors[1].chain.name}
+    ours, _ = here.told_of(differs.n, differs.buckets)
+    sent, want = here.compare_names(ours, named)
     assert len(sent) == 2, "the records of one author"
     assert len(want) == 2
     assert {record.raw for record in authors[38].records()} == {*sent}
@@ -125,3 +127,18 @@ def test_digests_that_cannot_be_are_refused(n: int) -> None:
         RecordBook().compare_buckets(BucketDigest(bytes(8 * n), [b""] * n))
     with pytest.raises(RemoteProtocolError, match="with 9 B of hashes"):
         RecordBook().compare_buckets(BucketDigest(bytes(9), [b""]))
+
+
+def test_a_book_that_is_much_smaller_is_compared_as_a_whole() -> None:
+    large = book_of(*(Author(f"author {n}") for n in range(200)))
+    differs = large.compare_buckets(RecordBook().bucket_digest())
+    names, numbers = large.told_of(differs.n, differs.buckets)
+    assert (differs.n, differs.buckets) == (1, [0])
+    assert (len(names), len(numbers)) == (400, 200)
+    assert not large._buckets, "digests of any size are no work"
+
+
+@pytest.mark.parametrize("buckets", [[1], [-1], [0, 2**63]])
+def test_buckets_that_are_not_there_are_refused(buckets: list[int]) -> None:
+    with pytest.raises(RemoteProtocolError, match="of 1"):
+        book_of(Author("a")).told_of(1, buckets)
