@@ -13,6 +13,7 @@ from swarmd.config import Serve
 from swarmd.errors import Forged, IntegrityError, Refused
 from swarmd.net import exchange as exchanges
 from swarmd.net.exchange import Exchange
+from swarmd.net.rpc import Channel
 from swarmd.node.serving.trials import Trials
 from swarmd.plan.chains.placement import Own
 from swarmd.plan.members import record_book
@@ -22,15 +23,20 @@ from swarmd.protocol.membership.beats import ChainBeat, SecretChain
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import (
+    MAX_LIFETIME_S,
     AnyRecord,
+    Envelope,
     ExchangeBody,
     PeerRecord,
     RunRecord,
     SpanRecord,
     read_untrusted,
 )
+from swarmd.protocol.understanding import OURS
+from swarmd.protocol.wire.frames import Frame
+from swarmd.protocol.wire.messages import AnyMessage, ExchangeDigest, ExchangeReply, Records
 from swarmd.values import Span
-from tests.hostile.kit import Attacker, Invite, record_of
+from tests.hostile.kit import Attacker, Invite, record_of, served
 from tests.sim.swarm import EPOCH_S, SimSwarm
 
 FOUNDER = Identity(b"f" * 32)
@@ -284,3 +290,56 @@ async def test_who_repeats_anothers_beats_proves_nothing_of_itself(virtual_time:
     assert exchange.book.take_beats_untrusted([beat], EPOCH_S + 100) == 1
     exchange.book.expire(EPOCH_S + 110)
     assert {entry.raw for entry in exchange.book.entries.values()} == {raw}
+
+
+async def test_an_answer_about_buckets_that_are_not_there_is_its_senders_fault(virtual_time: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        swarm, server = await served(nursery, 3)
+        attacker = Attacker(swarm)
+        n_asked = 0
+
+        async def handle(channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+            nonlocal n_asked
+            if isinstance(message, ExchangeDigest):
+                n_asked += 1
+                body = msgspec.msgpack.encode(ExchangeBody(buckets=[4_096]))
+                await channel.answer(ExchangeReply(re=message.id), body)
+            return True
+
+        attacker.handle = handle  # type: ignore[method-assign]
+        await attacker.start(nursery)
+        announced = attacker.says(minor=OURS.minor, addresses=attacker.network.addresses())
+        await attacker.announce(server, [announced])
+        await trio.sleep(60)
+        assert n_asked > 0
+        assert [*swarm.daemons[server][0].rpc.standing.rows()] == [attacker.identity.peer_id]
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_older_client_is_told_of_all_and_pushed_nothing_that_it_takes_for_forged(
+    virtual_time: MockClock,
+) -> None:
+    async with trio.open_nursery() as nursery:
+        swarm, server = await served(nursery, 3)
+        client = Attacker(swarm)  # an honest one of a version that knows no beats
+        pushed: list[bytes] = []
+
+        async def handle(channel: Channel, message: AnyMessage, frame: Frame) -> bool:
+            if isinstance(message, Records):
+                pushed.extend(msgspec.msgpack.decode(frame.payload, type=ExchangeBody).envelopes)
+            return True
+
+        client.handle = handle  # type: ignore[method-assign]
+        await client.start(nursery)
+        request = ExchangeDigest(is_short=True)
+        _, frame = await client.rpc.call(server, request, msgspec.msgpack.encode({}), 5.0, "bulk")
+        told = msgspec.msgpack.decode(frame.payload, type=ExchangeBody).envelopes
+        swarm.daemons[server][0].directory._signer._generation = None  # it signs all anew
+        swarm.daemons[server][0].directory.announce_soon()
+        await trio.sleep(5)
+        assert len(told) == len(pushed) == 2
+        for raw in (*told, *pushed):
+            envelope = msgspec.msgpack.decode(raw, type=Envelope)
+            times = msgspec.msgpack.decode(envelope.body)
+            assert times["expires_at"] - times["issued_at"] <= MAX_LIFETIME_S
+        nursery.cancel_scope.cancel()

@@ -58,6 +58,18 @@ async def test_a_clock_that_is_set_while_its_daemon_runs(virtual_time: MockClock
         nursery.cancel_scope.cancel()
 
 
+async def test_members_whose_clocks_are_half_a_minute_wrong_know_each_other(virtual_time: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        swarm = SimSwarm(nursery, 4, seed=4)
+        for ahead_s in (-30.0, 0.0, 30.0):
+            await swarm.add(Span(0, 4), wall_clock=ClockOfOne(swarm, ahead_s))
+        await trio.sleep(20)
+        for _ in range(60):
+            await trio.sleep(5)
+            assert swarm.views_agree(), f"after {trio.current_time():.0f} s"
+        nursery.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("set_by_s", [-2 * 3_600.0, 2 * 3_600.0, -400 * DAY_S])
 async def test_what_a_client_cannot_have_with_a_wrong_clock_says_so(virtual_time: MockClock, set_by_s: float) -> None:
     async with trio.open_nursery() as nursery:

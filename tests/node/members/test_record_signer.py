@@ -10,6 +10,7 @@ from trio.testing import MockClock
 from swarmd.net.exchange import Exchange
 from swarmd.node.members.record_signer import Announcement, RecordSigner
 from swarmd.protocol.membership.beats import BEATS_KEPT
+from swarmd.protocol.membership.catalog import AdmittedMember, Catalog, sign_catalog
 from swarmd.protocol.membership.identity import Identity, certify
 from swarmd.protocol.membership.invite import SwarmKeys
 from swarmd.protocol.membership.records import MAX_LIFETIME_S, RECORD_LIFETIME_S, read_untrusted
@@ -122,3 +123,18 @@ async def test_what_the_dht_keeps_can_be_read_by_who_knows_nobody(member: Member
     for raw in raws:
         assert not reader.merge_untrusted(raw), "it might be of somebody who is gone"
         assert reader.merge_untrusted(raw, beats={beat.chain: beat for beat in beats})
+
+
+async def test_a_membership_that_is_shortened_ends_records_that_would_outlive_it(member: Member) -> None:
+    announced = member.announce(PEER, SPAN)
+    terms = AdmittedMember(ends_at=EPOCH_S + 1_000, invite=b"", may=("serve", "give", "train"))
+    catalog = sign_catalog(Catalog(version=2, admitted={MEMBER.public_key: terms}), FOUNDER)
+    reader = Exchange(KEYS, lambda: member.now)
+    assert all(map(reader.merge_untrusted, announced.news))
+    for exchange in (member.exchange, reader):
+        assert exchange.merge_catalog_untrusted(catalog)
+        assert not exchange.book.entries
+    reader = Exchange(KEYS, lambda: member.now)
+    assert reader.merge_catalog_untrusted(catalog)
+    assert all(map(reader.merge_untrusted, member.announce(PEER, SPAN).news)), "signed anew, and shorter"
+    assert {entry.record.expires_at for entry in reader.book.entries.values()} == {EPOCH_S + 1_000}
