@@ -36,7 +36,7 @@ from swarmd.net.exchange import Exchange
 from swarmd.node.members.record_signer import USED, RecordSigner
 from swarmd.plan.links.traffic import ack_bytes, wire_bytes
 from swarmd.plan.members.buckets import IN_A_BUCKET, BucketDigest
-from swarmd.plan.members.pacing import LEAST_EXCHANGE_S, beat_s, exchange_s, rarely_s
+from swarmd.plan.members.pacing import NEWS_S, beat_s, exchange_s, news_s, rarely_s
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.beats import MAX_SKEW_S, MOST_BEATS, SecretChain
 from swarmd.protocol.membership.identity import Identity, certify
@@ -93,7 +93,7 @@ class Member:
     up_bytes: int = 0
     down_bytes: int = 0
     cpu_s: float = 0.0
-    interval_s: float = LEAST_EXCHANGE_S
+    interval_s: float = 0.0
     skew_s: float = 0.0
     minor: int = OURS.minor
     met: set[PeerId] = field(default_factory=set)
@@ -134,8 +134,9 @@ class Member:
             is_news = await self.exchange.pull(self, PeerId(other))  # type: ignore[arg-type]
         except Unreachable:
             return
-        quiet_s = exchange_s(len(self.exchange.view().peers))
-        self.interval_s = LEAST_EXCHANGE_S if is_news else min(quiet_s, 2 * self.interval_s)
+        n_members = len(self.exchange.view().peers)
+        least_s = news_s(n_members)
+        self.interval_s = least_s if is_news else min(exchange_s(n_members), max(least_s, 2 * self.interval_s))
 
     # what an exchange asks of its connections
 
@@ -236,7 +237,7 @@ class Swarm:
                 next_s = member.signer.next_beat_s()
             else:
                 await member.exchange_once()
-                interval_s = member.interval_s if member.minor >= BEATS else OLD_EXCHANGE_S
+                interval_s = member.interval_s or NEWS_S if member.minor >= BEATS else OLD_EXCHANGE_S
                 next_s = interval_s * self.rng.uniform(0.75, 1.25)
             member.cpu_s += time.process_time() - begun
             self._plan(next_s or OLD_ANNOUNCE_S, what, member)

@@ -24,7 +24,7 @@ from swarmd.node.members.link_probes import LinkProbes
 from swarmd.node.members.record_signer import RecordSigner
 from swarmd.node.members.rendezvous import Rendezvous
 from swarmd.plan.chains.view import SwarmView
-from swarmd.plan.members.pacing import LEAST_EXCHANGE_S, exchange_s
+from swarmd.plan.members.pacing import exchange_s, news_s
 from swarmd.protocol.membership.records import ExchangeBody
 from swarmd.protocol.understanding import BEATS
 from swarmd.status import DirectoryStatus
@@ -155,15 +155,17 @@ class Directory:
 
     async def _exchange_loop(self) -> None:
         """Exchange with somebody, more rarely while it brings nothing but beats and no run needs news."""
-        interval_s = LEAST_EXCHANGE_S
+        interval_s = 0.0
         while True:
             is_quiet = await self._exchange_once()
+            n_members = len(self.view().peers)
             if any(run.peer == self._rpc.network.peer_id for run in self.view().runs):
                 is_quiet = False
-            interval_s = min(exchange_s(len(self.view().peers)), 2 * interval_s) if is_quiet else LEAST_EXCHANGE_S
-            with trio.move_on_after((interval_s - LEAST_EXCHANGE_S) * self._rng.uniform(0.75, 1.25)):
+            least_s = news_s(n_members)
+            interval_s = min(exchange_s(n_members), max(least_s, 2 * interval_s)) if is_quiet else least_s
+            with trio.move_on_after((interval_s - least_s) * self._rng.uniform(0.75, 1.25)):
                 await self.exchange.next_record()
-            await trio.sleep(LEAST_EXCHANGE_S * self._rng.uniform(0.75, 1.25))  # news that comes together goes together
+            await trio.sleep(least_s * self._rng.uniform(0.75, 1.25))  # news that comes together goes together
 
     async def _exchange_once(self) -> bool:
         """Exchange with one peer; did both sides know all but beats?"""

@@ -116,7 +116,7 @@ class RecordSigner:
         return is_used_up or is_withdrawn or is_lost or is_too_long or not 1 / OTHER_PACE < pace < OTHER_PACE
 
     def _begin(self, now: int, seconds: int) -> _Generation:
-        # in a swarm of up to a thousand as long as those who know no beats believe in any record
+        # while members are few as long as those who know no beats believe in any record
         expires_at = self._expiry(MAX_LIFETIME_S if seconds == BEAT_S else MOST_BEATS * seconds)
         n_beats = max(1, (expires_at - now) // seconds)
         chain = SecretChain(self._identity.peer_id, os.urandom(16), now, seconds, n_beats)

@@ -12,24 +12,33 @@ import math
 from swarmd.protocol.membership.records import MAX_BEAT_S
 
 BEAT_S = 20  # between two beats: a member that is gone is believed in for three of them
-FEW = 1_000  # members, of whom all can show so often that they are there
+FEW = 400  # members, of whom all can show so often that they are there: beyond it a line with a cap would feel it
 SPREAD = 0.75  # beats: within these all have heard of one, in as many rounds of exchanges as it takes
 GROWTH = 4.0  # times as many know of something after each round, in which each member calls one and is called by one
-LEAST_EXCHANGE_S = 2.0  # news crosses a swarm in a few of these
-RARELY_S = 300.0  # between two signatures for what a member measures now and then
+NEWS_S = 2.0  # between two exchanges while there is news, which crosses a swarm in a few of these
+RARELY_S = 0.75  # for each member, between two signatures for what one measures now and then
 
 
 def beat_s(n_members: int) -> int:
     """Seconds between two beats of each of so many members."""
-    return min(MAX_BEAT_S, round(BEAT_S * max(1.0, math.sqrt(n_members / FEW))))
+    return min(MAX_BEAT_S, round(BEAT_S * _stretch(n_members)))
 
 
 def exchange_s(n_members: int) -> float:
     """Seconds between two exchanges of each of so many members, while there is no news but beats."""
     rounds = 1 + math.log(max(2, n_members), GROWTH)
-    return max(LEAST_EXCHANGE_S, SPREAD * beat_s(n_members) / rounds)
+    return SPREAD * beat_s(n_members) / rounds
+
+
+def news_s(n_members: int) -> float:
+    """Seconds between two exchanges while there is news: among thousands there always is."""
+    return min(exchange_s(n_members), NEWS_S * _stretch(n_members))
+
+
+def _stretch(n_members: int) -> float:
+    return max(1.0, math.sqrt(n_members / FEW))
 
 
 def rarely_s(n_members: int) -> float:
     """Seconds between two signatures of a member for what differs little."""
-    return RARELY_S * max(1.0, 3 * n_members / FEW)
+    return RARELY_S * n_members

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swarmd.plan.members.news import is_news
-from swarmd.plan.members.pacing import BEAT_S, beat_s, exchange_s, rarely_s
+from swarmd.plan.members.pacing import BEAT_S, FEW, NEWS_S, beat_s, exchange_s, news_s, rarely_s
 from swarmd.protocol.membership.beats import BEATS_KEPT
 from swarmd.protocol.membership.records import ProbeFinding
 
@@ -27,9 +27,11 @@ def test_a_beat_has_reached_all_before_the_next_but_one_is_missed(n_members: int
 
 
 def test_a_members_share_grows_more_slowly_than_the_swarm() -> None:
-    assert beat_s(8) == beat_s(1_000) == BEAT_S
+    assert beat_s(8) == beat_s(FEW) == BEAT_S < beat_s(1_000)
     assert 10_000 / beat_s(10_000) < 4 * 1_000 / beat_s(1_000)
-    assert rarely_s(10_000) > 3_600 > rarely_s(1_000)
+    assert news_s(8) == NEWS_S < exchange_s(8)
+    assert NEWS_S < news_s(1_000) < news_s(10_000) <= exchange_s(10_000)
+    assert rarely_s(10_000) > 3_600 > rarely_s(1_000) > BEAT_S > rarely_s(8)
 
 
 @pytest.mark.parametrize(
