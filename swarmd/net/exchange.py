@@ -253,15 +253,14 @@ class Exchange:
     def _answer_differences(self, n: int, body: ExchangeBody) -> ExchangeBody:
         """What another member lacks, and what is wanted of it, by what it has said of ``n`` buckets."""
         ours, _ = self.book.told_of(n, body.buckets)
-        envelopes, want = self.book.compare_names(ours, body.digest) if body.buckets else ([], [])
+        envelopes, want = self.book.compare_names(ours, body.digest if body.buckets else {})
         newer_here, newer_there = self.book.compare_beats(body.numbers)
         beats = [*self.book.last_beats([*body.want_beats, *newer_here]), *self.book.beats_for(envelopes)]
         return ExchangeBody(envelopes=envelopes, want=want, beats=beats, want_beats=newer_there)
 
     def _give(self, want: Iterable[str], naming: Naming = short_name, knows_beats: bool = True) -> ExchangeBody:
         """The records that somebody wants, and the beats that prove them."""
-        names = {*want}
-        envelopes = self.book.pick(names, naming, knows_beats) if names else []
+        envelopes = self.book.pick({*want}, naming, knows_beats)
         return ExchangeBody(envelopes=envelopes, beats=self.book.beats_for(envelopes))
 
     async def take(self, channel: Channel, frame: Frame) -> None:
@@ -284,8 +283,9 @@ class Exchange:
 
         Each of them within 2 s; of beats alone they hear in exchanges.
         """
+        own_beats = {beat.chain: beat for beat in beats}
         for raw in raws:
-            self.merge_untrusted(raw, is_own=True, beats={beat.chain: beat for beat in beats})
+            self.merge_untrusted(raw, is_own=True, beats=own_beats)
         self.book.take_beats_untrusted(beats, self._wall_clock())
         if not raws and not catalog:
             return
@@ -307,7 +307,7 @@ class Exchange:
             raise RemoteProtocolError(f"a digest of {len(frame.payload)} B; the limit is {MAX_DIGEST_BYTES}")
         if message.is_bucketed:
             differs = self.book.compare_buckets(decode(frame.payload, BucketDigest, "a digest"))
-            names, numbers = self.book.told_of(differs.n, differs.buckets) if differs.buckets else ({}, [])
+            names, numbers = self.book.told_of(differs.n, differs.buckets)
             body = ExchangeBody(
                 beats=self.book.last_beats(differs.newer_here),
                 want_beats=differs.newer_there,

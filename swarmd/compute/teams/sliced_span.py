@@ -42,6 +42,8 @@ class SlicedSpan(LoadedSpan):
         self.slicing = Slicing(weights, member)
         self._sums = sums
         super().__init__(folder, span, dtype, replace(options, slicing=self.slicing), *signals)
+        names = {module: name for name, module in self.model.named_modules()}
+        self._layer_names = [names[layer] for layer in self.blocks]
         join(self.model, self.slicing, sums)
 
     def make_adapters(self, *place: Any) -> SpanAdapters:
@@ -76,9 +78,7 @@ class SlicedSpan(LoadedSpan):
 
     def _cut_of_heads(self, block: int) -> SliceCut | None:
         """How the heads of a block are cut, where one block is one layer; None where all members compute all."""
-        layer = self.blocks[block - self.span.start]
-        name = next(name for name, module in self.model.named_modules() if module is layer)
-        return self.slicing.cut_of_heads(name)
+        return self.slicing.cut_of_heads(self._layer_names[block - self.span.start])
 
 
 class SlicedCache(SpanCache):

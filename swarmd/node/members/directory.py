@@ -24,7 +24,7 @@ from swarmd.node.members.link_probes import LinkProbes
 from swarmd.node.members.record_signer import RecordSigner
 from swarmd.node.members.rendezvous import Rendezvous
 from swarmd.plan.chains.view import SwarmView
-from swarmd.plan.members.pacing import exchange_s, news_s
+from swarmd.plan.members.pacing import news_s, next_exchange_s
 from swarmd.protocol.membership.records import ExchangeBody
 from swarmd.protocol.understanding import BEATS
 from swarmd.status import DirectoryStatus
@@ -54,10 +54,10 @@ class DirectoryServices:
 # Five loops, each with its own pace, so that none waits for another:
 #
 #     announce     sign what is new, push it to a few members; a beat     every 20 s or more, at once when it changed
-#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 2 to 6 s while nothing is new
+#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 3 to 10 s while nothing is new
 #     rendezvous   be found, and find, through the DHT                    rarely
 #     silent       was a message too large to pass, as it was not answered?  after an exchange that timed out
-#     probe        measure round trips, and bandwidth to one member       every 30 s
+#     probe        measure round trips, and bandwidth to one member       every 30 s, 4 minutes while all are there
 #
 # Pushes make news fast (log6 of the members steps), exchanges make it certain: a member that missed a push hears it
 # from anybody. Nothing that a peer sends is believed here: ``exchange`` checks signatures, and the DHT's values are
@@ -162,7 +162,7 @@ class Directory:
             if any(run.peer == self._rpc.network.peer_id for run in self.view().runs):
                 is_quiet = False
             least_s = news_s(n_members)
-            interval_s = min(exchange_s(n_members), max(least_s, 2 * interval_s)) if is_quiet else least_s
+            interval_s = next_exchange_s(n_members, interval_s, is_quiet)
             with trio.move_on_after((interval_s - least_s) * self._rng.uniform(0.75, 1.25)):
                 await self.exchange.next_record()
             await trio.sleep(least_s * self._rng.uniform(0.75, 1.25))  # news that comes together goes together

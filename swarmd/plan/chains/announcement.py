@@ -23,8 +23,12 @@ class ServerLoad:
 def is_news(announced: ServerLoad, current: ServerLoad, total_tokens: int) -> bool:
     """Should others hear how room or load has changed?"""
     is_room_news = abs(current.room_tokens - announced.room_tokens) > NEWS_SHARE * total_tokens
-    load_change = abs(current.n_decoding - announced.n_decoding)
-    return is_room_news or load_change > max(1, NEWS_SHARE * announced.n_decoding)
+    return is_room_news or is_other_load(announced.n_decoding, current.n_decoding)
+
+
+def is_other_load(announced: int, current: int) -> bool:
+    """Do two numbers of what a server has to do differ by more than one, and by a share of what was announced?"""
+    return abs(current - announced) > max(1, NEWS_SHARE * announced)
 
 
 def find_neighbours(spans: Iterable[SpanRecord], model: ModelId, own_span: Span) -> set[PeerId]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from swarmd.plan.chains.announcement import NEWS_SHARE, is_other_load
+
 LOADS = ("n_decoding", "free_cache_tokens")
 """What changes while a server works; servers announce at once what others should know of it."""
 MEASURED = (
@@ -12,7 +14,6 @@ MEASURED = (
     *("up_bytes_per_s", "down_bytes_per_s", "free_disk_bytes", "memory_bytes", "device_memory_bytes"),
 )
 """What is measured again and again, and comes out a little different."""
-LIKE = 0.2  # of what was signed: numbers that differ by no more say the same, and so do loads of one session more
 MUCH = 2.0  # times as much, or as little: others should know it at once
 
 
@@ -32,7 +33,7 @@ def is_news(signed: Mapping[str, Any], current: Mapping[str, Any], age_s: float,
 
 def _are_alike(name: str, before: Any, now: Any) -> bool:
     if name in LOADS:
-        return bool(abs(before - now) <= max(1, LIKE * before))
+        return not is_other_load(before, now)
     if name in MEASURED and isinstance(before, Mapping):
         return before.keys() == now.keys() and all(_are_near(before[key], now[key]) for key in now)
     return bool(before == now) or (name in MEASURED and _are_near(before, now))
@@ -50,7 +51,7 @@ def _are_near(before: float | None, now: float | None) -> bool:
     """Do two measurements say the same?"""
     if before is None or now is None:
         return before is now
-    return abs(before - now) <= LIKE * abs(before)
+    return abs(before - now) <= NEWS_SHARE * abs(before)
 
 
 def _says_wrong(signed: Mapping[str, Any], current: Mapping[str, Any]) -> bool:

@@ -39,6 +39,12 @@ def _stretch(n_members: int) -> float:
     return max(1.0, math.sqrt(n_members / FEW))
 
 
+def next_exchange_s(n_members: int, last_s: float, is_quiet: bool) -> float:
+    """Seconds until the next exchange, where the last one came after ``last_s``: more while it brings no news."""
+    least_s = news_s(n_members)
+    return min(exchange_s(n_members), max(least_s, 2 * last_s)) if is_quiet else least_s
+
+
 def rarely_s(n_members: int) -> float:
     """Seconds between two signatures of a member for what differs little."""
     return RARELY_S * n_members

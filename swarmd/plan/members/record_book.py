@@ -183,6 +183,8 @@ class RecordBook:
     def beats_for(self, raws: Iterable[bytes]) -> list[ChainBeat]:
         """What proves that the authors of records from here are there."""
         sent = {*raws}
+        if not sent:
+            return []
         return self.last_beats(entry.life.chain for entry in self.entries.values() if entry.life and entry.raw in sent)
 
     def _make_room(self, vouchers: tuple[bytes, ...]) -> bool:
@@ -292,6 +294,8 @@ class RecordBook:
         asked = {*buckets}
         if not all(0 <= index < n for index in asked):
             raise RemoteProtocolError(f"buckets {sorted(asked)[:3]} of {n}")
+        if not asked:  # mostly: books are equal but for beats
+            return {}, []
         held = [v for v in self.entries.values() if bucket_of(v.record.peer, n) in asked]
         chains = dict.fromkeys(verified.life.chain for verified in held if verified.life is not None)
         names = {short_name(verified.key): verified.record.sequence for verified in held}
@@ -326,6 +330,8 @@ class RecordBook:
         """The records under ``names`` that are known, as many as fit one frame; for ``knows_beats`` see ``compare``."""
         picked: list[bytes] = []
         size = 0
+        if not names:
+            return picked
         for key in sorted(key for key in self.entries if naming(key) in names):
             entry = self.entries[key]
             if (knows_beats or entry.is_for_all) and size < MAX_REPLY_BYTES and len(picked) < MAX_SENT:
