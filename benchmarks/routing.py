@@ -12,9 +12,8 @@ import time
 import tracemalloc
 from functools import partial
 
-from swarmd.node.serving.balancer import holders_of
 from swarmd.plan.chains import routing
-from swarmd.plan.chains.placement import choose_move
+from swarmd.plan.chains.placement import choose_move, holders_of
 from swarmd.plan.chains.routing import RouteQuery, best_route, gather_trips
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span

@@ -27,6 +27,7 @@ from swarmd_cli.verbs import (
     member,
     members,
     models,
+    plan,
     policy,
     service,
     top,
@@ -95,6 +96,7 @@ app.add_typer(members.app, name="members")
 app.add_typer(founders.app, name="founders")
 app.add_typer(train.app, name="train")
 app.add_typer(policy.app, name="policy")
+app.add_typer(plan.app, name="plan")
 app.add_typer(service.app, name="service")
 
 

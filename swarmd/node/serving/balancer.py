@@ -8,9 +8,8 @@ that lacks blocks waits one look longer, and so on, so that a server that cannot
 from __future__ import annotations
 
 import random
-import statistics
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import trio
@@ -20,7 +19,6 @@ from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.plan.chains.placement import (
     MAX_MOVES_PER_DAY,
     TARGET_REDUNDANCY,
-    Holder,
     Own,
     Target,
     choose_move,
@@ -28,14 +26,14 @@ from swarmd.plan.chains.placement import (
     find_rescues,
     gap_chance,
     hazard_per_s,
+    holders_of,
 )
 from swarmd.plan.chains.view import SwarmView
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.status import BalanceStatus
-from swarmd.values import Decision, ModelId, PeerId, Span, ranges
+from swarmd.values import Decision, ModelId, PeerId, ranges
 
 MAX_LIFETIMES = 512  # of members that left: what was long ago says little
-MOST_TIMES = 16.0  # the usual speed: machines differ that much, and a claim beyond it moves nobody
 LOOKS_THAT_AGREE = 2  # a record that came late must not move anybody
 
 
@@ -235,30 +233,3 @@ class Balancer:
             prefix = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
             return Decision(None, f"{prefix}{decision.reason}")
         return Decision(Target(ModelId(own_span.model), decision.action.span), decision.reason)
-
-
-def holders_of(spans: Iterable[SpanRecord]) -> list[Holder]:
-    """Spans' records as placement sees them: their best throughput, whatever the batch, as far as it can be believed.
-
-    Nobody counts for more than ``MOST_TIMES`` the median of what all say.
-    """
-
-    def blocks_per_s(span: SpanRecord) -> float:
-        tokens_per_s = max(span.decode_tokens_per_s or 1.0, *span.batch_tokens_per_s.values(), 0.001)
-        return tokens_per_s * (span.end - span.start)
-
-    known = list(spans)
-    speeds = [blocks_per_s(span) for span in known]
-    max_speed = MOST_TIMES * statistics.median(speeds) if speeds else 0.0
-    holders = []
-    for span, speed in zip(known, speeds, strict=True):
-        holder = Holder(
-            PeerId(span.peer),
-            Span(span.start, span.end),
-            min(speed, max_speed),
-            span.state == "online",
-            span.moves_left > 0,
-            span.slot,
-        )
-        holders.append(holder)
-    return holders

@@ -20,12 +20,12 @@ from swarmd.node.machine.presence import Presence
 from swarmd.node.machine.store import Store
 from swarmd.node.members.directory import Directory
 from swarmd.node.members.order import Order
-from swarmd.node.serving.balancer import Turnover, holders_of
+from swarmd.node.serving.balancer import Turnover
 from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.node.worker.worker_link import Starter
 from swarmd.plan.chains.hosting import BlockLimit, HostingLifecycle, Placement
 from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
-from swarmd.plan.chains.placement import Holder, choose_model, choose_span
+from swarmd.plan.chains.placement import Holder, choose_model, choose_span, holders_of
 from swarmd.plan.chains.routing import STAYS_S, stays_s
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import SpanRecord

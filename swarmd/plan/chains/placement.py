@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ TARGET_REDUNDANCY = 2  # holders of each block: one may leave at any time
 SHARPNESS = 16  # of the soft minimum: the power mean with this negative exponent
 MIN_GAIN = 0.01  # of the soft minimum, for a move, and never less than one server's share: nobody flaps
 MOST_CONSIDERED = 256  # servers, for one move: a look at thousands must not hold up the daemon
+MOST_TIMES_USUAL = 16.0  # the usual speed: machines differ that much, and a claim beyond it moves nobody
 MAX_MOVES_PER_DAY = 4  # a move costs a download and its sessions' patience
 DAY_S = 86_400.0  # one day
 TAKEN = ("online", "joining")  # states of blocks that are, or will soon be, somebody's
@@ -94,6 +96,33 @@ class Rescue:
             )
         peers = some_of([peer[-8:] for peer, _ in self.servers])
         return f"blocks {blocks} are held by nobody; {peers} can take them, the first within a few minutes"
+
+
+def holders_of(spans: Iterable[SpanRecord]) -> list[Holder]:
+    """Spans' records as placement sees them: their best throughput, whatever the batch, as far as it can be believed.
+
+    Nobody counts for more than ``MOST_TIMES_USUAL`` the median of what all say.
+    """
+
+    def blocks_per_s(span: SpanRecord) -> float:
+        tokens_per_s = max(span.decode_tokens_per_s or 1.0, *span.batch_tokens_per_s.values(), 0.001)
+        return tokens_per_s * (span.end - span.start)
+
+    known = list(spans)
+    speeds = [blocks_per_s(span) for span in known]
+    max_speed = MOST_TIMES_USUAL * statistics.median(speeds) if speeds else 0.0
+    holders = []
+    for span, speed in zip(known, speeds, strict=True):
+        holder = Holder(
+            PeerId(span.peer),
+            Span(span.start, span.end),
+            min(speed, max_speed),
+            span.state == "online",
+            span.moves_left > 0,
+            span.slot,
+        )
+        holders.append(holder)
+    return holders
 
 
 def choose_model(

@@ -1,0 +1,165 @@
+"""One run of a scenario: machines, servers and conversations on one clock, and samples of how the swarm is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmd.plan.chains.placement import bottleneck, holders_of
+from swarmd.whatif.clock import VirtualClock
+from swarmd.whatif.geography import Geography, draw_line
+from swarmd.whatif.presence import HOUR_S, draw_stays
+from swarmd.whatif.scenario import AvailabilityTrace, Habit, LinkKind, Load, MachineKind, Whereabouts, Scenario
+from swarmd.whatif.servers import ServerPool
+from swarmd.whatif.sessions import ModelledSessions, Tally
+
+SAMPLE_S = 60.0  # between two looks at which blocks are held
+SETTLING_S = 600.0  # in which machines that are there from the beginning come, one by one
+HOURS_OF_DAY = 24  # a table by hours of the day has so many
+USER_LINK = LinkKind("user", up_mbit=20, down_mbit=100, access_ms=10)  # where a load names none
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSamples:
+    """What one run saw of a model, one number a sample: machines online, holders of its rarest block, its throughput.
+
+    ``lacking``: for each block the share of samples in which nobody held it.
+    """
+
+    n_online: NDArray[np.float64]
+    rarest: NDArray[np.float64]
+    tokens_per_s: NDArray[np.float64]
+    mean_holders: NDArray[np.float64]
+    lacking: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """What one run of a scenario came to."""
+
+    models: Mapping[str, ModelSamples]
+    tally: Tally
+    n_moves: int
+    fetched_bytes: float
+    n_leaves: Mapping[tuple[str, bool], int]
+
+
+def run_once(
+    scenario: Scenario, traces: Mapping[str, AvailabilityTrace], seed: int, with_load: bool = True
+) -> SimulatedRun:
+    """Run a scenario with the chance of one seed. Machines have a chance of their own each: one more changes no other.
+
+    ``with_load`` False: servers only, for what a placement alone can tell.
+    """
+    warm_up_s = scenario.warm_up_hours * HOUR_S
+    until_s = warm_up_s + scenario.hours * HOUR_S
+    clock = VirtualClock()
+    geography = Geography(scenario)
+    pool = ServerPool(scenario, geography, clock, random.Random(f"{seed} pool"))
+    _add_machines(scenario, traces, pool, seed, until_s)
+    pool.begin()
+    sessions = ModelledSessions(scenario, pool, geography, clock, random.Random(f"{seed} sessions"), warm_up_s)
+    if with_load:
+        for number, load in enumerate(scenario.load):
+            _plan_load(scenario, load, sessions, clock, random.Random(f"{seed} load {number}"), until_s)
+    sampler = _Sampler(scenario, pool)
+
+    def sample() -> None:
+        sampler.take()
+        clock.plan(clock.now + SAMPLE_S, sample)
+
+    clock.plan(warm_up_s, sample)
+    clock.run(until_s)
+    return SimulatedRun(sampler.samples(), sessions.tally, pool.n_moves, pool.fetched_bytes, dict(pool.n_leaves))
+
+
+def _add_machines(
+    scenario: Scenario, traces: Mapping[str, AvailabilityTrace], pool: ServerPool, seed: int, until_s: float
+) -> None:
+    habits = {habit.name: habit for habit in scenario.habits}
+    links = {link.name: link for link in scenario.links}
+    start_hour = (scenario.start_hour_utc - scenario.warm_up_hours) % HOURS_OF_DAY
+    for kind in scenario.machines:
+        for number in range(kind.count):
+            rng = random.Random(f"{seed} {kind.name} {number}")
+            place = draw_place(kind, scenario.places, rng)
+            line = draw_line(links[kind.link], place.name, rng)
+            habit: Habit | None = habits.get(kind.habit)
+            trace = traces.get(kind.habit)
+            stays = draw_stays(habit, trace, place.utc_offset_h, start_hour, until_s, rng)
+            if stays and stays[0].start_s == 0.0:
+                first = stays[0]
+                settled_s = min(rng.random() * SETTLING_S, first.end_s)
+                stays[0] = type(first)(settled_s, first.end_s, first.is_crash)
+            pool.add(kind, line, stays)
+
+
+def draw_place(kind: MachineKind, places: tuple[Whereabouts, ...], rng: random.Random) -> Whereabouts:
+    if not kind.places:
+        return places[0] if len(places) == 1 else rng.choice(places)
+    name = rng.choices([*kind.places], weights=[*kind.places.values()])[0]
+    return next(place for place in places if place.name == name)
+
+
+def _plan_load(
+    scenario: Scenario, load: Load, sessions: ModelledSessions, clock: VirtualClock, rng: random.Random, until_s: float
+) -> None:
+    """Plan when conversations begin: a Poisson process whose rate follows the hours of the place."""
+    links = {link.name: link for link in scenario.links}
+    place = next((p for p in scenario.places if p.name == load.place), scenario.places[0])
+    link = links.get(load.link, USER_LINK)
+    weights = load.by_hour or (1.0,) * HOURS_OF_DAY
+    mean_weight = sum(weights) / HOURS_OF_DAY
+    most_per_s = load.sessions_per_hour * max(weights) / mean_weight / HOUR_S
+    start_hour = scenario.start_hour_utc - scenario.warm_up_hours + place.utc_offset_h
+
+    def begin() -> None:
+        hour = int(start_hour + clock.now / HOUR_S) % HOURS_OF_DAY
+        if rng.random() < weights[hour] / max(weights):
+            sessions.begin(load, draw_line(link, place.name, rng))
+        plan_next()
+
+    def plan_next() -> None:
+        at_s = clock.now + rng.expovariate(most_per_s)
+        if at_s < until_s:
+            clock.plan(at_s, begin)
+
+    if most_per_s > 0:
+        plan_next()
+
+
+class _Sampler:
+    """Looks at the servers now and then, and keeps what it saw."""
+
+    def __init__(self, scenario: Scenario, pool: ServerPool) -> None:
+        self._scenario = scenario
+        self._pool = pool
+        self._coverage: dict[str, list[NDArray[np.int64]]] = {model.name: [] for model in scenario.models}
+        self._rates: dict[str, list[float]] = {model.name: [] for model in scenario.models}
+        self._online: dict[str, list[int]] = {model.name: [] for model in scenario.models}
+
+    def take(self) -> None:
+        """Look once."""
+        for model in self._scenario.models:
+            serving = self._pool.serving(model.name)
+            self._coverage[model.name].append(self._pool.coverage(model.name))
+            self._rates[model.name].append(bottleneck(holders_of(serving), model.blocks) if serving else 0.0)
+            self._online[model.name].append(len(serving))
+
+    def samples(self) -> dict[str, ModelSamples]:
+        """What was seen of each model."""
+        seen = {}
+        for model in self._scenario.models:
+            coverage = np.array(self._coverage[model.name])
+            seen[model.name] = ModelSamples(
+                n_online=np.array(self._online[model.name], dtype=float),
+                rarest=coverage.min(axis=1).astype(float),
+                tokens_per_s=np.array(self._rates[model.name]),
+                mean_holders=coverage.mean(axis=0),
+                lacking=(coverage == 0).mean(axis=0),
+            )
+        return seen

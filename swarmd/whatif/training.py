@@ -1,0 +1,108 @@
+"""What a training run would come to with the machines that are there on average: plan.runs.synchronisation decides.
+
+Links are those of the scenario's machines, speeds their arithmetic. Members who come and go cost what a member that is
+away does not compute; a round that fails because one leaves in it is not counted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarmd.plan.runs.partition import PartitionMember
+from swarmd.plan.runs.synchronisation import (
+    CodecTraffic,
+    Prediction,
+    RunConditions,
+    choose_setting,
+    list_settings,
+    predict_update,
+)
+from swarmd.values import Decision, PeerId
+from swarmd.whatif.geography import AccessLine, Geography, draw_line
+from swarmd.whatif.presence import HOUR_S, draw_stays
+from swarmd.whatif.scenario import AvailabilityTrace, MachineKind, Scenario, TrainingScenario
+from swarmd.whatif.simulation import draw_place
+
+FLOPS_PER_PARAMETER = 6.0  # of a token, forward and backward
+TRAIN_SHARE = 0.3  # of arithmetic that training reaches on cards and processors
+MOST_MEMBERS = 256  # that a round is planned for here: more train in groups
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingAnswer:
+    """Every synchronisation and codec with what it comes to, and which one would be chosen and why."""
+
+    name: str
+    n_members: int
+    predictions: tuple[Prediction, ...]
+    chosen: Decision[Prediction] | None
+
+
+def answer_training(
+    scenario: Scenario,
+    traces: Mapping[str, AvailabilityTrace],
+    run: TrainingScenario,
+    codecs: Sequence[CodecTraffic],
+) -> TrainingAnswer:
+    """Predict a run by all settings that there are. Without anybody who computes there is nothing to predict."""
+    members: list[PartitionMember] = []
+    rates: list[float] = []
+    lines: list[AccessLine] = []
+    for kind in scenario.machines:
+        if run.machines and kind.name not in run.machines:
+            continue
+        for line in _lines_of_present(scenario, traces, kind):
+            if len(members) == MOST_MEMBERS:
+                break
+            member = PartitionMember(
+                PeerId(f"{kind.name} {len(members)}"),
+                up_bytes_per_s=line.up_bytes_per_s,
+                down_bytes_per_s=line.down_bytes_per_s,
+            )
+            members.append(member)
+            rates.append(_samples_per_s(kind, run))
+            lines.append(line)
+    if not members:
+        return TrainingAnswer(run.name, 0, (), None)
+    geography = Geography(scenario)
+    first = lines[0]
+    trips = sorted(geography.trip_s(first, line) for line in lines)
+    conditions = RunConditions(
+        members=tuple(members),
+        samples_per_s=tuple(rates),
+        n_elements=int(run.parameters),
+        batch=run.batch,
+        inner_batch=run.inner_batch,
+        round_trip_s=2 * trips[len(trips) // 2],
+        micro_batch_s=1 / max(rates),
+    )
+    predictions = [predict_update(conditions, setting) for setting in list_settings(codecs)]
+    return TrainingAnswer(run.name, len(members), tuple(predictions), choose_setting(predictions))
+
+
+def _samples_per_s(kind: MachineKind, run: TrainingScenario) -> float:
+    flops = FLOPS_PER_PARAMETER * run.parameters * run.tokens_per_sample
+    tflops = kind.tflops or 2e-9 / (kind.block_ms or 1.0)
+    return TRAIN_SHARE * tflops * 1e12 / flops
+
+
+def _lines_of_present(
+    scenario: Scenario, traces: Mapping[str, AvailabilityTrace], kind: MachineKind
+) -> list[AccessLine]:
+    """Draw as many machines of a kind as are there on average."""
+    links = {link.name: link for link in scenario.links}
+    habits = {habit.name: habit for habit in scenario.habits}
+    until_s = scenario.hours * HOUR_S
+    there_s = 0.0
+    lines = []
+    for number in range(kind.count):
+        rng = random.Random(f"{scenario.seed} {kind.name} {number}")
+        place = draw_place(kind, scenario.places, rng)
+        lines.append(draw_line(links[kind.link], place.name, rng))
+        habit = habits.get(kind.habit)
+        trace = traces.get(kind.habit)
+        stays = draw_stays(habit, trace, place.utc_offset_h, scenario.start_hour_utc, until_s, rng)
+        there_s += sum(stay.end_s - stay.start_s for stay in stays)
+    return lines[: round(there_s / until_s)]
