@@ -235,7 +235,8 @@ class Owner:
             spans = view.serving(model_id)
             all_blocks = Span(0, n_blocks)
             trips = gather_trips(spans, me, half_trips_s)
-            query = RouteQuery(spans, all_blocks, me, trips, now=self._services.wall_clock())
+            now = self._services.wall_clock()
+            query = RouteQuery(spans, all_blocks, me, trips, now=now, client_point=self._directory.locate())
             try:
                 route = best_route(query)
                 rejected = best_alternative(route, query)

@@ -322,7 +322,8 @@ WINGS: dict[str, dict[str, set[str]]] = {
     },
     "plan": {
         "links": set(),
-        "chains": set(),
+        "chains": {"links"},
+        "layouts": {"chains", "links"},
         "members": {"chains", "links"},
         "owner": {"links"},
         "runs": set(),

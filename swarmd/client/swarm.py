@@ -45,6 +45,7 @@ from swarmd.net.rpc import Rpc
 from swarmd.net.standing import Standing
 from swarmd.net.tasks import Tasks
 from swarmd.plan.chains.view import SwarmView, coverage
+from swarmd.plan.links.coordinates import NetworkPoint
 from swarmd.plan.trust.reputation import Trust, rate_servers
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.identity import Identity
@@ -142,6 +143,10 @@ class AsyncSwarm:
     def trips(self, spans: Sequence[SpanRecord]) -> dict[tuple[str, str], float]:
         """Return seconds one way between servers, and from this client, as far as they are known."""
         return self._trips.between(spans)
+
+    def locate(self, spans: Sequence[SpanRecord]) -> NetworkPoint | None:
+        """Say where this client is in the net, by which trips are estimated that nobody has measured."""
+        return self._trips.locate(spans)
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         """Return where a peer is, by its record, else by what this client joined with."""

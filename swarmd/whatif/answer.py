@@ -88,7 +88,10 @@ def answer_scenario(
     with_one_more: bool = False,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> WhatIfAnswer:
-    """Run a scenario as often as it asks for, and sum up. ``codecs``: what training runs may choose from."""
+    """Run a scenario as often as it asks for, and sum up.
+
+    ``codecs``: what training runs may choose from; without them none is predicted.
+    """
     runs = []
     for number in range(scenario.runs):
         on_progress(f"run {number + 1} of {scenario.runs}")
@@ -104,7 +107,7 @@ def answer_scenario(
     models = tuple(_sum_up_model(scenario, model, runs) for model in scenario.models)
     more = tuple(_try_one_more(scenario, traces, on_progress)) if with_one_more else ()
     training = []
-    for run_wanted in scenario.training:
+    for run_wanted in scenario.training if codecs else ():
         on_progress(f"training {run_wanted.name}")
         training.append(answer_training(scenario, traces, run_wanted, codecs))
     return WhatIfAnswer(

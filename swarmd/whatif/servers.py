@@ -26,6 +26,9 @@ from swarmd.plan.chains.placement import (
     find_rescues,
     holders_of,
 )
+from swarmd.plan.chains.routing import gather_trips
+from swarmd.plan.layouts.nearness import Surroundings, choose_near_span, choose_nearer_span
+from swarmd.plan.links.coordinates import WORST_ERROR, NetworkPoint, Observation, has_moved, locate
 from swarmd.plan.members.pacing import beat_s, news_s
 from swarmd.protocol.membership.beats import LEAST_KEPT
 from swarmd.protocol.membership.records import SpanRecord
@@ -48,6 +51,8 @@ LOOKS_THAT_AGREE = 2  # before a server moves (node.serving.balancer)
 FIRST_LOOK_S = 4.0  # of a newcomer, before it chooses (node.serving.choosing)
 WORKER_START_S = 10.0  # until a worker has imported what it computes with
 LOAD_BYTES_PER_S = 1e9  # of weights from a disk, checked and packed
+QUIET_PROBE_S = 240.0  # between two measurements of round trips (node.members.link_probes)
+N_MEASURED = 16  # round trips at a time: likely neighbours, and as many others
 FETCH_SHARE = 0.8  # of a line that a download from several members reaches
 
 
@@ -70,6 +75,7 @@ class ModelledServer:
     stored: set[tuple[str, int]] = field(default_factory=set)
     agreed: tuple[Span, int] | None = None
     turn: int = 0  # what was planned for an earlier turn does not happen in a later one
+    point: NetworkPoint = field(default_factory=NetworkPoint)
 
     @property
     def is_online(self) -> bool:
@@ -108,6 +114,7 @@ class ServerPool:
 
         def look() -> None:
             self._look()
+            self._locate_some()
             self._clock.plan(self._clock.now + LOOK_S, look)
 
         self._clock.plan(LOOK_S, look)
@@ -179,7 +186,19 @@ class ServerPool:
         holders = holders_of(of_model)
         usual = float(np.median([h.blocks_per_s for h in holders])) if holders else 1.0
         span = choose_span(holders, n_blocks, fits[name], usual).action
+        if fits[name] < n_blocks:
+            me = SpanRecord(
+                server.peer, 0, 0, 0, (), model=name, decode_tokens_per_s=usual / fits[name], free_cache_tokens=1
+            )
+            server.point = self.locate(server.line, server.point)
+            near = choose_near_span(self._look_around(server, of_model, n_blocks), holders, me, fits[name], usual)
+            span = near.action if near is not None else span
         self._fetch(server, name, span)
+
+    def _look_around(self, server: ModelledServer, records: list[SpanRecord], n_blocks: int) -> Surroundings:
+        """What a server knows of the way to others."""
+        point = server.point if server.point.error < WORST_ERROR else None
+        return Surroundings(records, n_blocks, gather_trips(records, server.peer, {}), point)
 
     def _fetch(self, server: ModelledServer, model: str, span: Span) -> None:
         """Announce what it will serve, and have it on the disk."""
@@ -209,6 +228,7 @@ class ServerPool:
         server.cache = CacheLedger(n_tokens)
         server.n_decoding = 0
         server.announced = ServerLoad(n_tokens, 0)
+        server.point = self.locate(server.line, server.point)
         self._announce(server, self._make_record(server, "online"))
         self.on_online(server)
 
@@ -255,12 +275,33 @@ class ServerPool:
             of_model.sort(key=lambda r: r.peer)
             move = choose_move(holders_of(of_model), n_blocks).action if of_model else None
             if move is None:
+                self._seek_nearer(name, n_blocks, of_model)
                 continue
             mover = self.servers[move.peer]
             n_agreeing = mover.agreed[1] + 1 if mover.agreed and mover.agreed[0] == move.span else 1
             mover.agreed = (move.span, n_agreeing)
             if n_agreeing >= LOOKS_THAT_AGREE:
                 self._move(mover, name, move.span)
+
+    def _seek_nearer(self, model: str, n_blocks: int, records: list[SpanRecord]) -> None:
+        """One of those who may move looks whether other blocks would make chains near it shorter."""
+        movable = [r for r in records if r.moves_left and r.state == "online"]
+        if not movable:
+            return
+        record = self._rng.choice(movable)
+        server = self.servers[PeerId(record.peer)]
+        nearer = choose_nearer_span(self._look_around(server, records, n_blocks), record).action
+        if nearer is not None:
+            self._move(server, model, nearer)
+
+    def _locate_some(self) -> None:
+        """Servers measure round trips now and then, and are nearer to their true place after each time."""
+        online = [server for server in self.servers.values() if server.is_online]
+        for server in self._rng.sample(online, round(len(online) * LOOK_S / QUIET_PROBE_S)):
+            point = self.locate(server.line, server.point)
+            if server.record is not None and has_moved(server.record.point, point.numbers()):
+                self._announce(server, msgspec.structs.replace(server.record, point=point.numbers()))
+            server.point = point
 
     def _move(self, server: ModelledServer, model: str, span: Span | None) -> None:
         """Have a server hold something else: it serves while it fetches, and hands its sessions over."""
@@ -305,7 +346,18 @@ class ServerPool:
             any_model=not server.kind.serves,
             free_cache_tokens=server.cache.total_tokens,
             round_trip_ms=self._measure_neighbours(server),
+            point=server.point.numbers(),
         )
+
+    def locate(self, line: AccessLine, point: NetworkPoint) -> NetworkPoint:
+        """Say where a line is in the net, by round trips to some servers, as members and clients do."""
+        records = list(self._records.values())
+        observations = []
+        for record in self._rng.sample(records, min(N_MEASURED, len(records))):
+            other = self.servers[PeerId(record.peer)]
+            round_trip_ms = 2e3 * self._geography.trip_s(line, other.line)
+            observations.append(Observation(other.point, round_trip_ms))
+        return locate(point, observations)
 
     def _measure_neighbours(self, server: ModelledServer) -> dict[str, float]:
         """What it has measured to those that are likely before or behind it in a chain: the nearest of them."""

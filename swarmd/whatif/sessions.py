@@ -19,6 +19,7 @@ from swarmd.plan.chains.batching import PREFILL_SHARE, tokens_of_op
 from swarmd.plan.chains.codec import choose_codec
 from swarmd.plan.chains.routing import HOP_OVERHEAD_S, Hop, Route, RouteQuery, best_route, gather_trips
 from swarmd.plan.chains.watch import SUSPECT_AFTER_S
+from swarmd.plan.links.coordinates import NetworkPoint
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.wire.tensors import token_bytes
 from swarmd.values import PeerId, Span
@@ -163,7 +164,7 @@ class ModelledSessions:
             is_eligible=lambda span: span.peer not in session.shunned,
             previous=previous,
             cache_tokens=session.prompt_tokens + session.new_tokens,
-            now=0.0,
+            client_point=self._pool.locate(session.line, NetworkPoint()),
         )
         return best_route(query)
 

@@ -13,7 +13,7 @@ from swarmd.plan.chains.placement import bottleneck, holders_of
 from swarmd.whatif.clock import VirtualClock
 from swarmd.whatif.geography import Geography, draw_line
 from swarmd.whatif.presence import HOUR_S, draw_stays
-from swarmd.whatif.scenario import AvailabilityTrace, Habit, LinkKind, Load, MachineKind, Whereabouts, Scenario
+from swarmd.whatif.scenario import AvailabilityTrace, Habit, LinkKind, Load, MachineKind, Scenario, Whereabouts
 from swarmd.whatif.servers import ServerPool
 from swarmd.whatif.sessions import ModelledSessions, Tally
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from swarmd.errors import NoRoute
 from swarmd.plan.chains import routing
 from swarmd.plan.chains.routing import MANY, N_FOR_A_BLOCK, RouteQuery, best_route, gather_trips, least_loaded_route
+from swarmd.plan.links.coordinates import NetworkPoint
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span
 
@@ -80,3 +83,39 @@ def test_blocks_that_all_are_missing_are_named_once() -> None:
     with pytest.raises(NoRoute) as none:
         best_route(RouteQuery([], Span(0, 15), ME, {}))
     assert str(none.value) == "no live server holds blocks [0,15)"
+
+
+def placed(span: SpanRecord, x: float) -> SpanRecord:
+    return msgspec.structs.replace(span, point=(x, 0.0, 0.0, 1.0, 0.1), round_trip_ms={}, n_decoding=0)
+
+
+@pytest.mark.parametrize("n", [160, 3 * MANY])
+def test_near_servers_are_found_by_their_points_where_nobody_measured(n: int) -> None:
+    """Half of all are a tenth of a second away, and a little faster: as announced, they would be taken."""
+    spans = []
+    for number, span in enumerate(servers(n, 3)):
+        far = number % 2 == 1
+        speed = (span.decode_tokens_per_s or 1.0) * (1.5 if far else 1.0)
+        spans.append(placed(msgspec.structs.replace(span, decode_tokens_per_s=speed), 200.0 if far else 0.0))
+    here = NetworkPoint((0, 0, 0), 1, 0.1)
+    far_peers = {span.peer for span in spans if span.point[0] > 100}
+    found = best_route(RouteQuery(spans, ALL, ME, {}, client_point=here))
+    assert not {hop.peer for hop in found.hops} & far_peers
+    blind = best_route(RouteQuery([msgspec.structs.replace(s, point=()) for s in spans], ALL, ME, {}))
+    assert {hop.peer for hop in blind.hops} & far_peers
+
+
+def test_what_was_measured_counts_for_more_than_where_a_server_says_it_is() -> None:
+    spans = [placed(span, 0.0) for span in servers(160, 4)]
+    here = NetworkPoint((0, 0, 0), 1, 0.1)
+    found = best_route(RouteQuery(spans, ALL, ME, {}, client_point=here))
+    measured = {(ME, hop.peer): 0.5 for hop in found.hops}
+    other = best_route(RouteQuery(spans, ALL, ME, measured, client_point=here))
+    assert found.hops[0].peer != other.hops[0].peer
+    assert found.hops[-1].peer != other.hops[-1].peer
+
+
+def test_numbers_that_are_no_point_count_for_nothing() -> None:
+    spans = servers(160, 5)
+    strange = [msgspec.structs.replace(s, point=(math.nan, 0.0, 0.0, 1.0, 0.1)) for s in spans]
+    assert best_route(RouteQuery(strange, ALL, ME, {})) == best_route(RouteQuery(spans, ALL, ME, {}))

@@ -15,6 +15,7 @@ from swarmd.node.serving.balancer import Balancer, BalancerServices, Turnover
 from swarmd.node.serving.trials import APART_S, JOINING_S, REFUSALS, Trials, claimant_of
 from swarmd.plan.chains.placement import Target
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.layouts.nearness import Surroundings
 from swarmd.plan.members.record_book import RecordBook
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Membership
@@ -92,6 +93,7 @@ class World:
             interval_s=LOOK_S,
             turnover=Turnover(clock),
             trials=trials,
+            look_around=lambda spans, n_blocks: Surroundings(spans, n_blocks, {}, None),
         )
         await Balancer(services, (me, 0), move).run()
 

@@ -8,9 +8,9 @@ from swarmd.whatif.scenario import (
     LinkKind,
     Load,
     MachineKind,
-    Whereabouts,
     Scenario,
     ServedModel,
+    Whereabouts,
 )
 
 MODEL = ServedModel("toy", blocks=8, block_parameters=1e8, hidden=1024, cache_numbers=1024)

@@ -15,6 +15,7 @@ from swarmd.net.rpc import Rpc
 from swarmd.plan.chains.routing import Hop
 from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.chains.watch import Watch
+from swarmd.plan.links.coordinates import NetworkPoint
 from swarmd.plan.trust.reputation import Trust
 from swarmd.plan.trust.standing import SECOND_CHANCE_S
 from swarmd.protocol.membership.identity import Identity
@@ -52,6 +53,8 @@ class SessionServices(Protocol):
         self,
         spans: Sequence[SpanRecord],
     ) -> dict[tuple[str, str], float]: ...
+
+    def locate(self, spans: Sequence[SpanRecord]) -> NetworkPoint | None: ...
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]: ...
 

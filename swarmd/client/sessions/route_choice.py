@@ -84,6 +84,7 @@ class RouteChoice:
             previous=previous,
             cache_tokens=self._terms.batch * self._terms.max_tokens,
             now=self._swarm.wall_clock(),
+            client_point=self._swarm.locate(spans),
         )
         stages = (HEAD_STAGE, *STAGES) if self._terms.head else STAGES
         for stage in stages:

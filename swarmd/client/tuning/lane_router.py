@@ -86,12 +86,14 @@ class LaneRouter:
                 return False
             return is_suitable(span, terms, "") and is_compatible(view, span, terms)
 
+        spans = view.serving(terms.model)
         query = RouteQuery(
-            view.serving(terms.model),
+            spans,
             terms.blocks,
             client=self._swarm.rpc.network.peer_id,
             trips=self._swarm.trips,
             is_eligible=is_eligible,
+            client_point=self._swarm.locate(spans),
         )
         return least_loaded_route(query, n_tokens, self._load_of_peer).hops
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,12 @@ from swarmd.node.members.address_memory import AddressMemory
 from swarmd.node.members.link_probes import LinkProbes
 from swarmd.node.members.record_signer import RecordSigner
 from swarmd.node.members.rendezvous import Rendezvous
+from swarmd.plan.chains.routing import gather_trips, observe
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.layouts.nearness import Surroundings
+from swarmd.plan.links.coordinates import WORST_ERROR, NetworkPoint, locate
 from swarmd.plan.members.pacing import news_s, next_exchange_s
-from swarmd.protocol.membership.records import ExchangeBody
+from swarmd.protocol.membership.records import ExchangeBody, SpanRecord
 from swarmd.protocol.understanding import BEATS
 from swarmd.status import DirectoryStatus
 from swarmd.values import Decision, PeerId
@@ -85,11 +88,24 @@ class Directory:
         self._is_clock_wrong = False
         self._alone_since: float | None = None
         self._silent, self._to_probe = trio.open_memory_channel[PeerId](0)
+        self._point = NetworkPoint()
         self._reason = "starting"
 
     def view(self) -> SwarmView:
         """Give the frozen picture of all records that count."""
         return self.exchange.view()
+
+    def locate(self) -> NetworkPoint:
+        """Say where this machine is in the net, by the round trips measured so far; nearer to it each time."""
+        self._point = locate(self._point, observe(self.view().spans, self.links.round_trip_s))
+        return self._point
+
+    def look_around(self, spans: Sequence[SpanRecord], n_blocks: int) -> Surroundings:
+        """Say what this machine knows of the way to those who serve a model, and between them."""
+        half_trips_s = {peer: trip_s / 2 for peer, trip_s in self.links.round_trip_s.items()}
+        point = self.locate()
+        trips = gather_trips(spans, self._rpc.network.peer_id, half_trips_s)
+        return Surroundings(spans, n_blocks, trips, point if point.error < WORST_ERROR else None)
 
     def snapshot(self) -> DirectoryStatus:
         now = trio.current_time()

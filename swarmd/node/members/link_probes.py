@@ -106,7 +106,7 @@ class LinkProbes:
 
         async def ask(peer: PeerId) -> None:
             with suppress(PeerError):
-                await self.ping(peer, ANSWER_S)
+                self.links.round_trip_s[peer] = await self.ping(peer, ANSWER_S)
                 alive.add(peer)
 
         candidates = sorted(peers - alive)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import trio
@@ -29,6 +29,7 @@ from swarmd.plan.chains.placement import (
     holders_of,
 )
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.layouts.nearness import Surroundings, choose_nearer_span
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.status import BalanceStatus
 from swarmd.values import Decision, ModelId, PeerId, ranges
@@ -88,6 +89,7 @@ class BalancerServices:
     """What a balancer uses of its daemon. It looks every ``interval_s``; ``steady_clock`` is set by nobody.
 
     ``trials`` finds out who serves what it claims: a record alone, that others hold these blocks too, moves nobody.
+    ``look_around`` says how far those are that serve a model of so many blocks.
     """
 
     view: Callable[[], SwarmView]
@@ -96,6 +98,7 @@ class BalancerServices:
     interval_s: float
     turnover: Turnover
     trials: Trials
+    look_around: Callable[[Sequence[SpanRecord], int], Surroundings]
 
 
 # All members compute the same plan from records, and only the server that the plan names first moves. Three things
@@ -120,6 +123,8 @@ class Balancer:
         self._interval_s = services.interval_s
         self._turnover = services.turnover
         self._trials = services.trials
+        self._look_around = services.look_around
+        self._lot = 1.0  # drawn for each look: who may look for a shorter way then, of all who may move
         self._own_slot = own_slot
         self._on_move = on_move
         self._moved_at: list[float] = []
@@ -140,6 +145,7 @@ class Balancer:
         task_status.started()
         while True:
             await trio.sleep(self._interval_s * self._rng.uniform(0.8, 1.2))
+            self._lot = self._rng.random()
             self._turnover.observe(self._view())
             await self._trials.try_some(self._view().listed())
             view = self._view()
@@ -214,22 +220,30 @@ class Balancer:
                 blocks = ", ".join(map(str, rescue.lacking))
                 reason = f"blocks {blocks} of {rescue.name} are held by nobody, and these by others too"
                 return Decision(Target(rescue.model, None), reason), n_looks
-        return self._look_within(view, own_span), LOOKS_THAT_AGREE
+        return self._look_within(view, own_span)
 
     def _own_span(self, view: SwarmView) -> SpanRecord | None:
         """What this server serves now; another record of it is of the model that it left a while ago."""
         own_spans = [span for span in view.spans if claimant_of(span) == self._own_slot]
         return next((span for span in own_spans if span.state == "online"), None)
 
-    def _look_within(self, view: SwarmView, own_span: SpanRecord) -> Decision[Target | None]:
-        """Should it hold other blocks of the same model?"""
+    def _look_within(self, view: SwarmView, own_span: SpanRecord) -> tuple[Decision[Target | None], int]:
+        """Should it hold other blocks of the same model? And how many looks must say so."""
         listed = view.catalog.models.values()
         n_blocks = next((n_blocks for model, n_blocks in listed if model == own_span.model), 0)
         of_model = [s for s in view.spans if s.model == own_span.model and s.end <= n_blocks]
         staying = [s for s in of_model if s.state != "draining"]
         staying.sort(key=lambda s: (s.peer, s.slot))  # all members compute in the same order
         decision = choose_move(holders_of(staying), n_blocks)
-        if decision.action is None or (decision.action.peer, decision.action.slot) != self._own_slot:
-            prefix = "" if decision.action is None else f"{decision.action.peer[-8:]} should move first: "
-            return Decision(None, f"{prefix}{decision.reason}")
-        return Decision(Target(ModelId(own_span.model), decision.action.span), decision.reason)
+        model = ModelId(own_span.model)
+        if decision.action is None:
+            # What all streams get is as good as it can be. A shorter way for those near here is nobody else's matter,
+            # so members need not agree on it; about one of them looks for it at a time.
+            if self._lot * sum(s.moves_left > 0 for s in staying) < 1:
+                nearer = choose_nearer_span(self._look_around(staying, n_blocks), own_span)
+                if nearer.action is not None:
+                    return Decision(Target(model, nearer.action), nearer.reason), 1
+            return Decision(None, decision.reason), 0
+        if (decision.action.peer, decision.action.slot) != self._own_slot:
+            return Decision(None, f"{decision.action.peer[-8:]} should move first: {decision.reason}"), 0
+        return Decision(Target(model, decision.action.span), decision.reason), LOOKS_THAT_AGREE

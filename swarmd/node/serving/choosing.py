@@ -27,6 +27,7 @@ from swarmd.plan.chains.hosting import BlockLimit, HostingLifecycle, Placement
 from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
 from swarmd.plan.chains.placement import Holder, choose_model, choose_span, holders_of
 from swarmd.plan.chains.routing import STAYS_S, stays_s
+from swarmd.plan.layouts.nearness import choose_near_span
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.understanding import Understanding
@@ -121,12 +122,19 @@ async def choose_blocks(
     free_bytes = max(0, _free_bytes(services, slot) - settings.head * head_bytes)
     n_fit = blocks_that_fit(free_bytes, block_bytes)
     n_fit = min(n_fit, settings.max_blocks or n_fit, limit.n_blocks or n_fit)
-    holders = holders_of(await _believed_spans(services, model, n_blocks))
+    believed = await _believed_spans(services, model, n_blocks)
+    holders = holders_of(believed)
     speed = statistics.median([h.blocks_per_s for h in holders] or [1.0])  # its own is not measured yet
     for other_slot, choice in services.choices.items():
         if other_slot != slot and choice.model == model:
             holders.append(Holder(services.me, choice.span, speed))
     decision = choose_span(holders, n_blocks, n_fit, speed)
+    if n_fit < n_blocks:
+        around = services.directory.look_around(believed, n_blocks)
+        me = SpanRecord(
+            services.me, 0, 0, 0, (), model=model, slot=slot, decode_tokens_per_s=speed / n_fit, free_cache_tokens=1
+        )
+        decision = choose_near_span(around, holders, me, n_fit, speed) or decision
     span = decision.action
     n_bytes = sum(block_bytes[span.start : span.end])
     if settings.head and span.end == n_blocks:

@@ -67,6 +67,7 @@ class Hosting:
             interval_s=services.config.balance_interval_s,
             turnover=services.turnover,
             trials=services.trials,
+            look_around=services.directory.look_around,
         )
         self.balancer = Balancer(balancer_services, (services.me, slot), self._move)
 
@@ -236,6 +237,7 @@ class Hosting:
             "training_bytes": config.tuning_mib << 20,
             "training_share": config.tuning_share,
             "round_trip_ms": choose_round_trips_ms(trips_s, self.neighbours()),
+            "point": self._services.directory.locate().numbers(),
             "leaves_at": self._services.presence.leaves_at,
         }
         self._last_record = [{**record, "state": "draining"}]

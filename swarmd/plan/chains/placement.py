@@ -225,6 +225,30 @@ def choose_span(
     return Decision(span, reason)
 
 
+def list_good_spans(
+    holders: Sequence[Holder], n_blocks: int, size: int, blocks_per_s: float, leeway: float, least: float = 0.0
+) -> list[Span]:
+    """List where a server of ``size`` blocks serves the swarm as well as anywhere, within ``leeway`` of its tokens/s.
+
+    ``least``: tokens/s that the swarm is to have then (``rank_placement``). Nowhere more blocks lack holders.
+    """
+    counts, rates = _counts_and_rates(holders, n_blocks)
+    values = _value_windows(counts, rates, max(1, min(size, n_blocks)), blocks_per_s)
+    gaps, thin, soft = max(values)
+    enough = max(least, soft * (1 - leeway))
+    return [
+        Span(start, start + min(size, n_blocks))
+        for start, value in enumerate(values)
+        if value[:2] == (gaps, thin) and value[2] >= enough
+    ]
+
+
+def rank_placement(holders: Sequence[Holder], n_blocks: int) -> tuple[float, float, float]:
+    """What a placement is worth: (-uncovered blocks, -missing holders, soft minimum of tokens/s)."""
+    counts, rates = _counts_and_rates(holders, n_blocks)
+    return _rank_placements(counts[None], rates[None])[0]
+
+
 def choose_move(holders: Sequence[Holder], n_blocks: int) -> Decision[Move | None]:
     """Choose the one move that helps most, or none. It never opens a gap, and nobody else moves meanwhile."""
     counts, _ = _counts_and_rates([h for h in holders if h.is_online], n_blocks)
@@ -321,15 +345,20 @@ def _best_window(
     counts: Floats, rates: Floats, size: int, blocks_per_s: float
 ) -> tuple[tuple[float, float, float], int]:
     """The best (value, start) for a server of ``blocks_per_s`` and ``size`` blocks added to what there is."""
+    values = _value_windows(counts, rates, size, blocks_per_s)
+    best = max(range(len(values)), key=values.__getitem__)
+    return values[best], best
+
+
+def _value_windows(counts: Floats, rates: Floats, size: int, blocks_per_s: float) -> list[tuple[float, float, float]]:
+    """What the swarm is worth with a server more, by the first of its blocks."""
     # One row for each start, one column for each block: all windows are valued at once.
     block = np.arange(len(counts))
     starts = np.arange(len(counts) - size + 1)
     is_after_start = block >= starts[:, None]
     is_before_end = block < starts[:, None] + size
     inside = is_after_start & is_before_end
-    values = _rank_placements(counts + inside, rates + inside * (blocks_per_s / size))
-    best = max(range(len(starts)), key=values.__getitem__)
-    return values[best], best
+    return _rank_placements(counts + inside, rates + inside * (blocks_per_s / size))
 
 
 def _rank_placements(counts: Floats, rates: Floats) -> list[tuple[float, float, float]]:

@@ -9,7 +9,7 @@ answers the client. Of very many servers only those that look best for some bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,15 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmd.errors import NoRoute
+from swarmd.plan.links.coordinates import NetworkPoint, Observation, read_point_untrusted, trip_table_s
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span, count, ranges
 
-DEFAULT_TRIP_S = 0.02  # between two homes of one country, where nothing is measured
+DEFAULT_TRIP_S = 0.02  # between two homes of one country, where nothing is measured or estimated
 DEFAULT_DECODE_TOKENS_PER_S = 10.0  # a slow CPU: who has measured nothing is not preferred
 HOP_OVERHEAD_S = 0.001  # a frame's way through daemon and worker
 MOST_TIMES = 100.0  # faster than the usual server: a card beside processors, and no more
 MANY = 400  # servers: up to so many are all compared, exactly
 N_FOR_A_BLOCK = 16  # of more than that: the fastest for each block, and as many of those whose trip is known
+MOST_OBSERVED = 48  # round trips, to find one's place in the net by: more say no more
 NO_ROOM_S = 2.0  # what opening elsewhere after a refusal costs, about
 STAYS_S = 600.0  # as long as a conversation: who leaves within it has its sessions move
 MOVING_S = 0.02  # a token: a second's pause over the fifty tokens of a short answer
@@ -70,7 +72,8 @@ class RouteQuery:
     """What a chain is wanted for: some blocks, by a client, over some servers.
 
     ``previous``: the peer before the first hop; None: the client. ``cache_tokens``: the room that it takes at each hop.
-    ``now``, in seconds since 1970, is held against when servers leave; 0: that does not count.
+    ``now``, in seconds since 1970, is held against when servers leave; 0: that does not count. ``client_point``: where
+    the client is in the net, by which trips are estimated that nobody has measured.
     """
 
     spans: Sequence[SpanRecord]
@@ -81,6 +84,7 @@ class RouteQuery:
     previous: PeerId | None = None
     cache_tokens: int = 0
     now: float = 0.0
+    client_point: NetworkPoint | None = None
 
 
 def best_route(query: RouteQuery) -> Route:
@@ -156,30 +160,51 @@ def gather_trips(
     return trips
 
 
+def observe(spans: Iterable[SpanRecord], round_trips_s: Mapping[PeerId, float]) -> list[Observation]:
+    """Gather what was measured to servers that say where they are in the net; of many some from everywhere."""
+    observations = []
+    for span in spans:
+        round_trip_s = round_trips_s.get(PeerId(span.peer))
+        point = read_point_untrusted(span.point) if round_trip_s is not None else None
+        if round_trip_s is not None and point is not None:
+            observations.append(Observation(point, 1_000 * round_trip_s))
+    return observations[:: 1 + len(observations) // MOST_OBSERVED]
+
+
 def _shortlist(query: RouteQuery) -> list[SpanRecord]:
-    """The eligible servers of a few; of many those that look best for some block, by speed, load and known trips.
+    return list_promising(query, MANY, N_FOR_A_BLOCK)
+
+
+def list_promising(query: RouteQuery, most: int, n_for_a_block: int) -> list[SpanRecord]:
+    """The eligible servers of a few; of more than ``most`` those that look best for some block, by speed, load, trips.
 
     What is asked of each server is cheap, and only of as many as it takes whether they are eligible.
     """
     blocks = query.blocks
     relevant = [s for s in query.spans if s.start < blocks.end and s.end > blocks.start]
-    if len(relevant) <= MANY:
+    if len(relevant) <= most:
         return [s for s in relevant if query.is_eligible(s)]
-    # For each block two lists: the fastest of all, and the fastest of those whose trip was measured. The second one
-    # is what keeps a neighbour in, where thousands of far servers announce more speed.
+    # For each block three lists: the fastest of all, the fastest of those whose trip was measured, and the fastest with
+    # the way from the client that their points tell. The latter two are what keeps neighbours in, where thousands of
+    # far servers announce more speed.
     measured_trips = query.trips([]) if callable(query.trips) else query.trips
     measured_peers = {peer for pair in measured_trips for peer in pair}
-    order = np.argsort([_estimate_block_s(s) for s in relevant], kind="stable")
-    starts = np.array([s.start for s in relevant])[order]
-    ends = np.array([s.end for s in relevant])[order]
-    is_measured = np.array([s.peer in measured_peers for s in relevant])[order]
+    block_s = np.array([_estimate_block_s(s) for s in relevant])
+    lengths = np.array([s.end - s.start for s in relevant])
+    points = [read_point_untrusted(s.point) for s in relevant]
+    ways_s = np.nan_to_num(trip_table_s([query.client_point], points)[0], nan=DEFAULT_TRIP_S)
+    starts = np.array([s.start for s in relevant])
+    ends = np.array([s.end for s in relevant])
+    is_measured = np.array([s.peer in measured_peers for s in relevant])
+    fastest = np.argsort(block_s, kind="stable")
+    nearest = np.argsort(block_s + ways_s / lengths, kind="stable")
     eligibility: dict[int, bool] = {}
     for block in range(blocks.start, blocks.end):
         covers = (starts <= block) & (block < ends)
-        for candidates in (covers, covers & is_measured):
+        for order, candidates in ((fastest, covers), (fastest, covers & is_measured), (nearest, covers)):
             n = 0
-            for i in order[candidates]:
-                if n == N_FOR_A_BLOCK:
+            for i in order[candidates[order]]:
+                if n == n_for_a_block:
                     break
                 if i not in eligibility:
                     eligibility[i] = query.is_eligible(relevant[i])
@@ -336,7 +361,9 @@ def _trip_table(query: RouteQuery, usable: Sequence[SpanRecord]) -> _TripTable:
     """
     index = {peer: i for i, peer in enumerate(dict.fromkeys(s.peer for s in usable))}
     peer_index = np.array([index[s.peer] for s in usable])
-    between = np.full((len(index), len(index)), DEFAULT_TRIP_S)
+    points: dict[str, NetworkPoint | None] = {s.peer: read_point_untrusted(s.point) for s in usable}
+    known_points = [points[peer] for peer in index]
+    between = np.nan_to_num(trip_table_s(known_points, known_points), nan=DEFAULT_TRIP_S)
     known_trips = query.trips(usable) if callable(query.trips) else query.trips
     measured = []
     for (source_peer, target_peer), seconds in known_trips.items():
@@ -352,7 +379,9 @@ def _trip_table(query: RouteQuery, usable: Sequence[SpanRecord]) -> _TripTable:
         if peer in index:
             row: Floats = between[index[peer]][peer_index]
             return row
-        seconds = np.full(len(usable), DEFAULT_TRIP_S)
+        point = query.client_point if peer == query.client else None
+        estimated = trip_table_s([point], known_points)[0]
+        seconds: Floats = np.nan_to_num(estimated, nan=DEFAULT_TRIP_S)[peer_index]
         for i, span in enumerate(usable):
             trip_s = known_trips.get((peer, span.peer), known_trips.get((span.peer, peer)))
             if trip_s is not None:

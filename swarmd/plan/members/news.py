@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from swarmd.plan.chains.announcement import NEWS_SHARE, is_other_load
+from swarmd.plan.links.coordinates import has_moved
 
 LOADS = ("n_decoding", "free_cache_tokens")
 """What changes while a server works; servers announce at once what others should know of it."""
 MEASURED = (
     *("round_trip_ms", "decode_tokens_per_s", "prefill_tokens_per_s", "batch_tokens_per_s", "quantization_error"),
-    *("up_bytes_per_s", "down_bytes_per_s", "free_disk_bytes", "memory_bytes", "device_memory_bytes"),
+    *("point", "up_bytes_per_s", "down_bytes_per_s", "free_disk_bytes", "memory_bytes", "device_memory_bytes"),
 )
 """What is measured again and again, and comes out a little different."""
 MUCH = 2.0  # times as much, or as little: others should know it at once
@@ -34,6 +35,8 @@ def is_news(signed: Mapping[str, Any], current: Mapping[str, Any], age_s: float,
 def _are_alike(name: str, before: Any, now: Any) -> bool:
     if name in LOADS:
         return not is_other_load(before, now)
+    if name == "point":
+        return not has_moved(before, now)
     if name in MEASURED and isinstance(before, Mapping):
         return before.keys() == now.keys() and all(_are_near(before[key], now[key]) for key in now)
     return bool(before == now) or (name in MEASURED and _are_near(before, now))

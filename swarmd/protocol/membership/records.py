@@ -115,6 +115,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     ``slot`` tells apart the workers of one peer that serve the same model.
     ``leaves_at``: when its owner's hours end, in seconds since 1970 (0: no end is known).
     ``team``: other peers who compute slices of these blocks, and see what passes through them.
+    ``point``: where it is in the net, from which round trips are estimated (plan.links.coordinates).
     """
 
     model: Name = ""
@@ -139,6 +140,7 @@ class SpanRecord(Record, tag="span", frozen=True):
     round_trip_ms: Annotated[dict[Name, Rate], msgspec.Meta(max_length=32)] = {}
     leaves_at: Count = 0
     team: Annotated[tuple[Name, ...], msgspec.Meta(max_length=63)] = ()
+    point: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()
 
 
 class RunRecord(Record, tag="run", frozen=True):

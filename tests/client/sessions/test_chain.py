@@ -96,6 +96,9 @@ class PlayedSwarm:
     def wall_clock(self) -> float:
         return 0.0
 
+    def locate(self, spans: list[SpanRecord]) -> None:
+        return None
+
     def trips(self, spans: list[SpanRecord]) -> dict[tuple[str, str], float]:
         return {}
 

@@ -12,6 +12,8 @@ import pytest
 from swarmd.node.serving.balancer import Balancer, BalancerServices, Turnover
 from swarmd.plan.chains.placement import Target
 from swarmd.plan.chains.view import SwarmView
+from swarmd.plan.layouts.nearness import Surroundings
+from swarmd.plan.links.coordinates import NetworkPoint
 from swarmd.plan.members.record_book import RecordBook
 from swarmd.protocol.membership.catalog import Catalog
 from swarmd.protocol.membership.identity import Membership
@@ -31,6 +33,7 @@ class BalancerScene:
         self.up_since: dict[str, int] = {}
         self.refusing: set[str] = set()  # peers that take no sessions
         self.turnover = Turnover(lambda: self.now)
+        self.point: NetworkPoint | None = None
         services = BalancerServices(
             view=self.view,
             steady_clock=lambda: self.now,
@@ -38,6 +41,7 @@ class BalancerScene:
             interval_s=60.0,
             turnover=self.turnover,
             trials=self,  # type: ignore[arg-type]
+            look_around=lambda spans, n_blocks: Surroundings(spans, n_blocks, {}, self.point),
         )
         self.balancer = Balancer(services, ("me", 0), self._ignore)
 
@@ -151,3 +155,21 @@ async def test_whether_it_is_spared_goes_by_what_it_serves_now_not_by_what_it_he
     decision, _ = stage.balancer.choose_target(view)
     assert decision.action == Target(MODEL, Span(0, 3))
     assert await stage.balancer._can_be_spared(view, decision.action) is other_serves
+
+
+def test_one_of_those_who_may_move_seeks_a_shorter_way_where_nothing_is_to_be_gained_for_all() -> None:
+    scene = BalancerScene()
+    far = (200.0, 0.0, 0.0, 1.0, 0.1)
+    for peer, start in (("a", 0), ("c", 3), ("d", 3)):
+        scene.add(peer, start, start + 3, point=far)
+    here = NetworkPoint((0, 0, 0), 1, 0.1)
+    scene.add("near", 0, 3, point=here.numbers())
+    scene.add("me", 0, 3, point=here.numbers(), decode_tokens_per_s=10.0)  # so slow that all get as much
+    scene.point = here
+    assert scene.look()[0] is None, "no lot was drawn yet"
+    scene.balancer._lot = 0.99
+    assert scene.look()[0] is None, "it is another one's turn"
+    scene.balancer._lot = 0.0
+    span, reason = scene.look()
+    assert span == Span(3, 6)
+    assert "a chain from here takes" in reason

@@ -1,0 +1,116 @@
+"""Of the places where a server serves its swarm as well as anywhere, the one that makes chains near it short.
+
+How much all streams get together comes first (plan.chains.placement); among places that are alike in that, what counts
+is one stream's trip: the cheapest chain from where the server is, for users are where machines are. Each decides that
+for itself, from records and points of the net, so a swarm of several towns grows into chains that stay in each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from swarmd.errors import NoRoute
+from swarmd.plan.chains.placement import Holder, holders_of, list_good_spans, rank_placement
+from swarmd.plan.chains.routing import RouteQuery, TripsOf, best_route, list_promising
+from swarmd.plan.links.coordinates import NetworkPoint
+from swarmd.protocol.membership.records import SpanRecord
+from swarmd.values import Decision, PeerId, Span
+
+LEEWAY = 0.01  # of all streams' tokens/s, that a shorter trip may cost
+MOST_TRIED = 24  # places, each for the cost of a route: of more every second, third, …
+MOST_COMPARED = 100  # servers: of more, those that look best for some block
+N_FOR_A_BLOCK = 4  # of each kind: a chain from here is made of the nearest and the fastest
+NEARER_SHARE = 0.15  # of a token's time that a move has to save: it costs a download and sessions' patience
+NEARER_S = 0.01  # and at least so much of it
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a server knows of those that serve its model: their records, trips, and where it is itself."""
+
+    spans: Sequence[SpanRecord]
+    n_blocks: int
+    trips: TripsOf
+    point: NetworkPoint | None
+
+
+def choose_near_span(
+    around: Surroundings, holders: Sequence[Holder], me: SpanRecord, n_fit: int, blocks_per_s: float
+) -> Decision[Span] | None:
+    """Choose what a newcomer holds, beside ``holders``; ``me`` is its record but for its blocks.
+
+    None where points say nothing yet, or there is no choice.
+    """
+    if around.point is None:
+        return None
+    good = list_good_spans(holders, around.n_blocks, n_fit, blocks_per_s, LEEWAY)
+    tried = _try_spans(around, me, good)
+    if len(tried) < 2:
+        return None
+    cost_s, span = min(tried)
+    worst_s = max(tried)[0]
+    reason = (
+        f"blocks {span} of {around.n_blocks}: of {len(tried)} places that are as good for all it makes the nearest "
+        f"chain from here, {1_000 * cost_s:.0f} ms a token where others make {1_000 * worst_s:.0f}"
+    )
+    return Decision(span, reason)
+
+
+def choose_nearer_span(around: Surroundings, me: SpanRecord) -> Decision[Span | None]:
+    """Should a server hold other blocks, so that chains near it get shorter, and nobody less?"""
+    mine = Span(me.start, me.end)
+    holders = holders_of(around.spans)
+    others = [holder for holder in holders if (holder.peer, holder.slot) != (me.peer, me.slot)]
+    own = next((holder for holder in holders if (holder.peer, holder.slot) == (me.peer, me.slot)), None)
+    if own is None or around.point is None or not _is_covered(others, mine):
+        return Decision(None, "its blocks have no other holders, or it does not know yet where it is")
+    now = rank_placement(holders, around.n_blocks)
+    good = list_good_spans(others, around.n_blocks, len(mine), own.blocks_per_s, 1.0, now[2] * (1 - LEEWAY))
+    good = [span for span in good if span != mine and _rank_with(others, own, span, around.n_blocks)[:2] >= now[:2]]
+    here = _try_spans(around, me, [mine])
+    tried = _try_spans(around, me, good)
+    if not here or not tried:
+        return Decision(None, "no chain near here would get shorter")
+    now_s = here[0][0]
+    cost_s, span = min(tried)
+    if now_s - cost_s < max(NEARER_S, NEARER_SHARE * now_s):
+        return Decision(None, f"no place makes a chain from here {100 * NEARER_SHARE:.0f} % shorter")
+    reason = (
+        f"with blocks {span} a chain from here takes {1_000 * cost_s:.0f} ms a token instead of {1_000 * now_s:.0f}"
+    )
+    return Decision(span, reason)
+
+
+def _is_covered(others: Sequence[Holder], span: Span) -> bool:
+    """Has each block of a span another holder that is online?"""
+    held: set[int] = set()
+    for holder in others:
+        if holder.is_online:
+            held |= set(holder.span.blocks())
+    return set(span.blocks()) <= held
+
+
+def _rank_with(others: Sequence[Holder], own: Holder, span: Span, n_blocks: int) -> tuple[float, float, float]:
+    return rank_placement([*others, replace(own, span=span)], n_blocks)
+
+
+def _try_spans(around: Surroundings, me: SpanRecord, spans: Sequence[Span]) -> list[tuple[float, Span]]:
+    """The time of a token from here, if this server held each of some spans; those that make no chain are left out."""
+    step = math.ceil(len(spans) / MOST_TRIED) or 1
+    others = [s for s in around.spans if (s.peer, s.slot) != (me.peer, me.slot) and s.state == "online"]
+    query = RouteQuery(
+        others, Span(0, around.n_blocks), client=PeerId(me.peer), trips=around.trips, client_point=around.point
+    )
+    promising = list_promising(query, MOST_COMPARED, N_FOR_A_BLOCK)
+    tried = []
+    for span in spans[::step]:
+        there = msgspec.structs.replace(me, start=span.start, end=span.end, state="online", n_decoding=0)
+        try:
+            tried.append((best_route(replace(query, spans=[*promising, there])).cost_s, span))
+        except NoRoute:
+            continue
+    return tried
