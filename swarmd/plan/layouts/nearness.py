@@ -1,8 +1,9 @@
-"""Of the places where a server serves its swarm as well as anywhere, the one that makes chains near it short.
+"""Of the places where a server serves its swarm as well as anywhere, the one that makes chains short.
 
-How much all streams get together comes first (plan.chains.placement); among places that are alike in that, what counts
-is one stream's trip: the cheapest chain from where the server is, for users are where machines are. Each decides that
-for itself, from records and points of the net, so a swarm of several towns grows into chains that stay in each.
+How much all streams get together comes first (plan.chains.placement). Among places that are alike in that, what counts
+is one stream's trip: the cheapest chain, on average over users at some of the servers' places and at this one, for
+users are where machines are. Each decides that for itself, from records and points of the net, so a swarm of several
+towns grows into chains that stay in each.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from swarmd.errors import NoRoute
-from swarmd.plan.chains.placement import Holder, holders_of, list_good_spans, rank_placement
+from swarmd.plan.chains.placement import Holder, choose_span, holders_of, list_good_spans, rank_placement
 from swarmd.plan.chains.routing import RouteQuery, TripsOf, best_route, list_promising
-from swarmd.plan.links.coordinates import NetworkPoint
+from swarmd.plan.links.coordinates import NetworkPoint, read_point_untrusted
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import Decision, PeerId, Span
 
 LEEWAY = 0.01  # of all streams' tokens/s, that a shorter trip may cost
-MOST_TRIED = 24  # places, each for the cost of a route: of more every second, third, …
+MOST_TRIED = 12  # spans, each for the cost of a route from each place: of more every second, third, …
+N_PLACES = 8  # of servers, where users are taken to be
 MOST_COMPARED = 100  # servers: of more, those that look best for some block
-N_FOR_A_BLOCK = 4  # of each kind: a chain from here is made of the nearest and the fastest
-NEARER_SHARE = 0.15  # of a token's time that a move has to save: it costs a download and sessions' patience
-NEARER_S = 0.01  # and at least so much of it
+N_FOR_A_BLOCK = 4  # of each kind: a chain is made of the nearest and the fastest
+NEARER_SHARE = 0.02  # of a token's time that has to be saved on average: a move costs a download
+NEARER_S = 0.002  # and at least so much of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +45,29 @@ def choose_near_span(
 ) -> Decision[Span] | None:
     """Choose what a newcomer holds, beside ``holders``; ``me`` is its record but for its blocks.
 
-    None where points say nothing yet, or there is no choice.
+    None where points say nothing yet, or no place is better than the usual choice.
     """
     if around.point is None:
         return None
+    usual = choose_span(holders, around.n_blocks, n_fit, blocks_per_s).action
     good = list_good_spans(holders, around.n_blocks, n_fit, blocks_per_s, LEEWAY)
+    before = _try_spans(around, me, [usual])
     tried = _try_spans(around, me, good)
-    if len(tried) < 2:
+    if not before or not tried:
         return None
     cost_s, span = min(tried)
-    worst_s = max(tried)[0]
+    usual_s = before[0][0]
+    if not _is_shorter(cost_s, usual_s):
+        return None
     reason = (
-        f"blocks {span} of {around.n_blocks}: of {len(tried)} places that are as good for all it makes the nearest "
-        f"chain from here, {1_000 * cost_s:.0f} ms a token where others make {1_000 * worst_s:.0f}"
+        f"blocks {span} of {around.n_blocks}: as good for all as {usual}, and chains take {1_000 * cost_s:.0f} ms a "
+        f"token instead of {1_000 * usual_s:.0f}"
     )
     return Decision(span, reason)
 
 
 def choose_nearer_span(around: Surroundings, me: SpanRecord) -> Decision[Span | None]:
-    """Should a server hold other blocks, so that chains near it get shorter, and nobody less?"""
+    """Should a server hold other blocks, so that chains get shorter, and nobody gets less?"""
     mine = Span(me.start, me.end)
     holders = holders_of(around.spans)
     others = [holder for holder in holders if (holder.peer, holder.slot) != (me.peer, me.slot)]
@@ -71,18 +77,20 @@ def choose_nearer_span(around: Surroundings, me: SpanRecord) -> Decision[Span | 
     now = rank_placement(holders, around.n_blocks)
     good = list_good_spans(others, around.n_blocks, len(mine), own.blocks_per_s, 1.0, now[2] * (1 - LEEWAY))
     good = [span for span in good if span != mine and _rank_with(others, own, span, around.n_blocks)[:2] >= now[:2]]
-    here = _try_spans(around, me, [mine])
+    before = _try_spans(around, me, [mine])
     tried = _try_spans(around, me, good)
-    if not here or not tried:
-        return Decision(None, "no chain near here would get shorter")
-    now_s = here[0][0]
+    if not before or not tried:
+        return Decision(None, "no chain would get shorter")
+    now_s = before[0][0]
     cost_s, span = min(tried)
-    if now_s - cost_s < max(NEARER_S, NEARER_SHARE * now_s):
-        return Decision(None, f"no place makes a chain from here {100 * NEARER_SHARE:.0f} % shorter")
-    reason = (
-        f"with blocks {span} a chain from here takes {1_000 * cost_s:.0f} ms a token instead of {1_000 * now_s:.0f}"
-    )
+    if not _is_shorter(cost_s, now_s):
+        return Decision(None, f"no place makes chains {100 * NEARER_SHARE:.0f} % shorter")
+    reason = f"with blocks {span} chains take {1_000 * cost_s:.0f} ms a token instead of {1_000 * now_s:.0f}"
     return Decision(span, reason)
+
+
+def _is_shorter(cost_s: float, before_s: float) -> bool:
+    return before_s - cost_s >= max(NEARER_S, NEARER_SHARE * before_s)
 
 
 def _is_covered(others: Sequence[Holder], span: Span) -> bool:
@@ -99,18 +107,30 @@ def _rank_with(others: Sequence[Holder], own: Holder, span: Span, n_blocks: int)
 
 
 def _try_spans(around: Surroundings, me: SpanRecord, spans: Sequence[Span]) -> list[tuple[float, Span]]:
-    """The time of a token from here, if this server held each of some spans; those that make no chain are left out."""
-    step = math.ceil(len(spans) / MOST_TRIED) or 1
+    """The mean time of a token, if this server held each of some spans; those that make no chain are left out."""
     others = [s for s in around.spans if (s.peer, s.slot) != (me.peer, me.slot) and s.state == "online"]
-    query = RouteQuery(
-        others, Span(0, around.n_blocks), client=PeerId(me.peer), trips=around.trips, client_point=around.point
-    )
-    promising = list_promising(query, MOST_COMPARED, N_FOR_A_BLOCK)
+    queries = []
+    for point in _list_places(around):
+        query = RouteQuery(others, Span(0, around.n_blocks), PeerId(""), around.trips, client_point=point)
+        queries.append(replace(query, spans=list_promising(query, MOST_COMPARED, N_FOR_A_BLOCK)))
+    step = math.ceil(len(spans) / MOST_TRIED) or 1
     tried = []
     for span in spans[::step]:
         there = msgspec.structs.replace(me, start=span.start, end=span.end, state="online", n_decoding=0)
+        if around.point is not None:
+            there = msgspec.structs.replace(there, point=around.point.numbers())
         try:
-            tried.append((best_route(replace(query, spans=[*promising, there])).cost_s, span))
+            costs_s = [best_route(replace(query, spans=[*query.spans, there])).cost_s for query in queries]
         except NoRoute:
             continue
+        tried.append((sum(costs_s) / len(costs_s), span))
     return tried
+
+
+def _list_places(around: Surroundings) -> list[NetworkPoint]:
+    """Where users may be: here, and where some of the servers are, of everywhere."""
+    points = [read_point_untrusted(span.point) for span in sorted(around.spans, key=lambda s: (s.peer, s.slot))]
+    known = [point for point in points if point is not None]
+    step = math.ceil(len(known) / N_PLACES) or 1
+    here = [around.point] if around.point is not None else []
+    return [*here, *known[::step]]

@@ -59,7 +59,7 @@ def test_a_newcomer_completes_the_chain_of_its_own_town() -> None:
     chosen = choose_near_span(around(spans, "east"), holders_of(spans), server("east-9", 0, 4), 4, 100.0)
     assert chosen is not None
     assert chosen.action == Span(4, 8)
-    assert "the nearest chain from here" in chosen.reason
+    assert "as good for all as [0,4), and chains take" in chosen.reason
 
 
 def test_a_newcomer_that_does_not_know_where_it_is_has_no_such_choice() -> None:
