@@ -107,6 +107,65 @@ def best_alternative(chosen: Route, query: RouteQuery) -> Route | None:
     return min(alternatives, key=lambda route: route.cost_s, default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Chains with a hole in them, for a server that would fill it. By block, one more than there are blocks.
+
+    ``enter`` [block]: seconds until all before it are computed and it is reached; ``leave`` [block]: from it on to the
+    client with all from there on computed. ``cost_s``: the cheapest chain without it.
+    """
+
+    enter: Floats
+    leave: Floats
+    cost_s: float
+
+    def with_span(self, start: int, end: int, block_s: float) -> float:
+        """The cost of the cheapest chain, if the server held these blocks (counted from the query's first)."""
+        blocks = np.arange(start, end + 1)
+        computing = (blocks[None, :] - blocks[:, None]) * block_s
+        through = self.enter[blocks][:, None] + computing + self.leave[blocks][None, :] + HOP_OVERHEAD_S
+        through[computing <= 0] = np.inf
+        return min(self.cost_s, float(through.min()))
+
+
+def find_ways(query: RouteQuery, me: SpanRecord) -> Ways:
+    """Find what chains cost up to a server, and from it on, whichever blocks it held. It is none of the query's."""
+    # The walk of ``_cheapest_route`` forwards, and once more from the last block to the first: trips are the same both
+    # ways. What a chain through the server costs is then a sum, for all blocks that it could hold.
+    blocks = query.blocks
+    usable = sorted((s for s in query.spans if s.start < blocks.end and s.end > blocks.start), key=lambda s: s.start)
+    trips = _trip_table(query, [*usable, me])
+    block_s = _bound_claims(np.array([pass_s(s) / (s.end - s.start) for s in [*usable, me]]))[:-1]
+    entry = _entry_s(usable, query.cache_tokens, query.now)
+    starts = np.array([s.start for s in usable], dtype=int)
+    ends = np.array([s.end for s in usable], dtype=int)
+    numbers = np.arange(blocks.start, blocks.end)
+    covers = (starts[None, :] <= numbers[:, None]) & (numbers[:, None] < ends[None, :])
+    between = trips.between[:-1, :-1]
+    to_me = trips.between[:-1, -1]
+    forwards = _walk_costs(covers, between, trips.first[:-1], entry, block_s)
+    backwards = _walk_costs(covers[::-1], between, trips.last[:-1], entry, block_s)[::-1]
+    enter = np.concatenate([[trips.first[-1]], (forwards + to_me).min(1, initial=np.inf)])
+    leave = np.concatenate([(backwards + to_me).min(1, initial=np.inf), [trips.last[-1]]])
+    cost_s = float((forwards[-1] + trips.last[:-1]).min(initial=np.inf))
+    return Ways(enter, leave, cost_s)
+
+
+def _walk_costs(covers: NDArray[np.bool_], between: Floats, first: Floats, entry: Floats, block_s: Floats) -> Floats:
+    """The least cost of having computed all blocks up to each, the last of them on each server [blocks, servers]."""
+    costs = np.full(covers.shape, np.inf)
+    for number, holds in enumerate(covers):
+        entering = first + entry
+        staying = np.full(len(entry), np.inf)
+        if number:
+            before = np.flatnonzero(np.isfinite(costs[number - 1]))
+            arriving = costs[number - 1, before, None] + between[before]
+            entering = arriving.min(0, initial=np.inf) + entry
+            staying = costs[number - 1]
+        costs[number] = np.where(holds, np.minimum(entering, staying) + block_s, np.inf)
+    return costs
+
+
 def least_loaded_route(query: RouteQuery, n_tokens: int, in_flight: Mapping[PeerId, int]) -> Route:
     """Find the chain that would be done first with one more micro-batch of ``n_tokens``. Raises NoRoute.
 

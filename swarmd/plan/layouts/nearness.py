@@ -14,16 +14,20 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from swarmd.errors import NoRoute
 from swarmd.plan.chains.placement import Holder, choose_span, holders_of, list_good_spans, rank_placement
-from swarmd.plan.chains.routing import RouteQuery, TripsOf, best_route, list_promising
+from swarmd.plan.chains.routing import (
+    RouteQuery,
+    TripsOf,
+    find_ways,
+    list_promising,
+    pass_s,
+)
 from swarmd.plan.links.coordinates import NetworkPoint, read_point_untrusted
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import Decision, PeerId, Span
 
 LEEWAY = 0.01  # of all streams' tokens/s, that a shorter trip may cost
-MOST_TRIED = 12  # spans, each for the cost of a route from each place: of more every second, third, …
-N_PLACES = 8  # of servers, where users are taken to be
+N_PLACES = 5  # of servers, where users are taken to be
 MOST_COMPARED = 100  # servers: of more, those that look best for some block
 N_FOR_A_BLOCK = 4  # of each kind: a chain is made of the nearest and the fastest
 NEARER_SHARE = 0.02  # of a token's time that has to be saved on average: a move costs a download
@@ -109,21 +113,21 @@ def _rank_with(others: Sequence[Holder], own: Holder, span: Span, n_blocks: int)
 def _try_spans(around: Surroundings, me: SpanRecord, spans: Sequence[Span]) -> list[tuple[float, Span]]:
     """The mean time of a token, if this server held each of some spans; those that make no chain are left out."""
     others = [s for s in around.spans if (s.peer, s.slot) != (me.peer, me.slot) and s.state == "online"]
-    queries = []
+    if not spans:
+        return []
+    there = msgspec.structs.replace(me, start=0, end=len(spans[0]), n_decoding=0)
+    if around.point is not None:
+        there = msgspec.structs.replace(there, point=around.point.numbers())
+    ways = []
     for point in _list_places(around):
         query = RouteQuery(others, Span(0, around.n_blocks), PeerId(""), around.trips, client_point=point)
-        queries.append(replace(query, spans=list_promising(query, MOST_COMPARED, N_FOR_A_BLOCK)))
-    step = math.ceil(len(spans) / MOST_TRIED) or 1
+        ways.append(find_ways(replace(query, spans=list_promising(query, MOST_COMPARED, N_FOR_A_BLOCK)), there))
+    block_s = pass_s(there) / len(spans[0])
     tried = []
-    for span in spans[::step]:
-        there = msgspec.structs.replace(me, start=span.start, end=span.end, state="online", n_decoding=0)
-        if around.point is not None:
-            there = msgspec.structs.replace(there, point=around.point.numbers())
-        try:
-            costs_s = [best_route(replace(query, spans=[*query.spans, there])).cost_s for query in queries]
-        except NoRoute:
-            continue
-        tried.append((sum(costs_s) / len(costs_s), span))
+    for span in spans:
+        cost_s = sum(way.with_span(span.start, span.end, block_s) for way in ways) / len(ways)
+        if math.isfinite(cost_s):
+            tried.append((cost_s, span))
     return tried
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
+from swarmd.errors import NoRoute
 from swarmd.plan.chains.placement import choose_span, holders_of, rank_placement
-from swarmd.plan.chains.routing import RouteQuery, best_route
+from swarmd.plan.chains.routing import RouteQuery, best_route, find_ways, pass_s
 from swarmd.plan.layouts.nearness import (
     LEEWAY,
     NEARER_S,
@@ -115,3 +118,24 @@ def test_chains_of_a_grown_swarm_are_shorter_and_all_get_nearly_as_much(seed: in
     soft, before = (rank_placement(holders_of(spans), N_BLOCKS) for spans in (near, plain))
     assert soft[:2] == before[:2]
     assert soft[2] > before[2] * (1 - 20 * LEEWAY)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ways_through_a_server_cost_what_routes_say(seed: int) -> None:
+    """Whichever blocks it held: the cheapest chain with it is that of all servers."""
+    rng = random.Random(seed)
+    spans = []
+    for number in range(12):
+        size = rng.randint(2, 5)
+        start = rng.randint(0, N_BLOCKS - size)
+        spans.append(server(f"{rng.choice(['east', 'west'])}-{number}", start, start + size))
+    me = server("east-me", 0, 3)
+    query = RouteQuery(spans, Span(0, N_BLOCKS), PeerId("client"), {}, client_point=NetworkPoint((30, 0, 0), 2, 0.1))
+    ways = find_ways(query, me)
+    for start in range(N_BLOCKS - 2):
+        there = msgspec.structs.replace(me, start=start, end=start + 3)
+        try:
+            cost_s = best_route(replace(query, spans=[*spans, there])).cost_s
+        except NoRoute:
+            cost_s = math.inf
+        assert ways.with_span(start, start + 3, pass_s(me) / 3) == pytest.approx(cost_s)
