@@ -37,7 +37,8 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``count`` machines alike. ``block_ms`` is a pass of one token through one block, ``row_ms`` what one more adds.
+    """``count`` machines alike. ``block_ms`` is a pass of one token through one block, ``row_ms`` what one more adds,
+    ``prefill_ms`` a token of a prompt.
 
     Where these are not given they follow from memory bandwidth and arithmetic, as measured for machines of all kinds
     (swarmd.whatif.speeds). ``places``: shares by name. ``serves``: only this model.
@@ -51,6 +52,7 @@ class MachineKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tflops: Amount = 0
     block_ms: Amount = 0
     row_ms: Amount = 0
+    prefill_ms: Amount = 0
     habit: str = ""
     places: dict[Name, Positive] = {}
     serves: str = ""
@@ -99,7 +101,10 @@ class Habit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Conversations that begin at a place, by its local hour (``by_hour``: weights). Lengths are log-normal medians."""
+    """Conversations that begin at a place, by its local hour (``by_hour``: weights). Lengths are log-normal medians.
+
+    ``client_ms``: of each token, for norm, head and sampling at the client.
+    """
 
     model: Name
     sessions_per_hour: Amount
@@ -108,6 +113,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     new_tokens: Positive = 200
     spread: Annotated[float, msgspec.Meta(ge=0, le=3)] = 0.7
     link: str = ""
+    client_ms: Amount = 2
     by_hour: tuple[Amount, ...] = ()
 
 
@@ -123,7 +129,10 @@ class TrainingScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole scenario. ``hours`` of virtual time from ``start_hour_utc`` of a Monday; ``runs`` of different chance."""
+    """A whole scenario. ``hours`` of virtual time from ``start_hour_utc`` of a Monday; ``runs`` of different chance.
+
+    Before them servers come for ``warm_up_hours``, and conversations for ``lead_hours``, which are not counted.
+    """
 
     models: tuple[ServedModel, ...]
     machines: tuple[MachineKind, ...]
@@ -137,6 +146,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hours: Annotated[float, msgspec.Meta(gt=0, le=24 * 31)] = 24
     start_hour_utc: Annotated[float, msgspec.Meta(ge=0, lt=24)] = 0
     warm_up_hours: Annotated[float, msgspec.Meta(ge=0, le=24 * 7)] = 2
+    lead_hours: Annotated[float, msgspec.Meta(ge=0, le=24)] = 0.25
     runs: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 3
     seed: int = 1
     cache_tokens: Annotated[int, msgspec.Meta(ge=1, le=10**9)] = 131_072

@@ -51,7 +51,7 @@ LOOKS_THAT_AGREE = 2  # before a server moves (node.serving.balancer)
 FIRST_LOOK_S = 4.0  # of a newcomer, before it chooses (node.serving.choosing)
 WORKER_START_S = 10.0  # until a worker has imported what it computes with
 LOAD_BYTES_PER_S = 1e9  # of weights from a disk, checked and packed
-QUIET_PROBE_S = 240.0  # between two measurements of round trips (node.members.link_probes)
+SETTLED_S = 1_200.0  # between two of a server's looks for its place in the net: it has settled by then
 N_MEASURED = 16  # round trips at a time: likely neighbours, and as many others
 FETCH_SHARE = 0.8  # of a line that a download from several members reaches
 
@@ -297,7 +297,7 @@ class ServerPool:
     def _locate_some(self) -> None:
         """Servers measure round trips now and then, and are nearer to their true place after each time."""
         online = [server for server in self.servers.values() if server.is_online]
-        for server in self._rng.sample(online, round(len(online) * LOOK_S / QUIET_PROBE_S)):
+        for server in self._rng.sample(online, round(len(online) * LOOK_S / SETTLED_S)):
             point = self.locate(server.line, server.point)
             if server.record is not None and has_moved(server.record.point, point.numbers()):
                 self._announce(server, msgspec.structs.replace(server.record, point=point.numbers()))

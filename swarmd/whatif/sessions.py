@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from swarmd.errors import NoRoute, Refused
-from swarmd.plan.chains.batching import PREFILL_SHARE, tokens_of_op
+from swarmd.plan.chains.batching import MAX_GUESSED_TOKENS, PREFILL_SHARE, tokens_of_op
 from swarmd.plan.chains.codec import choose_codec
 from swarmd.plan.chains.routing import HOP_OVERHEAD_S, Hop, Route, RouteQuery, best_route, gather_trips
 from swarmd.plan.chains.watch import SUSPECT_AFTER_S
@@ -33,8 +33,9 @@ LOOK_AGAIN_S = 1.0  # while blocks are missing
 BUSY_S = 2.0  # after a refusal for lack of room (client.sessions.chain)
 UNREACHABLE_S = 8.0  # until a member that is gone without a word has not answered (client.sessions.reservations)
 HAND_OVER_S = 10.0  # for caches to move; after it they are replayed (client.sessions.repair)
-CLIENT_S = 0.002  # of a token: norm, head and sampling at the client
-HEARD_OF = 16  # members that a client has measured trips to when it begins (client.links.trips)
+OPEN_TRIPS = 2  # one way each, to ask a hop and hear that it has room
+CONNECT_TRIPS = 7  # to a member that the client has no connection with yet: handshakes and channels
+HEARD_OF = 4  # members that a client has measured trips to when it begins: those it is connected with
 
 
 @dataclass(slots=True)
@@ -104,6 +105,7 @@ class ModelledSessions:
         self._numbers = 0
         self._through: dict[PeerId, dict[int, ModelledSession]] = defaultdict(dict)
         self._known: dict[int, set[PeerId]] = defaultdict(set)  # members to whom the clients of a load know the trip
+        self._connected: dict[int, set[PeerId]] = defaultdict(set)
         pool.on_gone = self._lose_server
 
     def begin(self, load: Load, line: AccessLine) -> None:
@@ -325,12 +327,19 @@ class ModelledSessions:
         busy = min(1.0, arriving * pass_s / max(1.0, rows))
         return pass_s, busy * pass_s / 2
 
+    def _busy_share(self, hop: Hop) -> float:
+        """The share of its time that a server computes decode passes."""
+        speed = self._pool.speed(self._pool.servers[hop.peer])
+        others = [s for s in self._through[hop.peer].values() if s.updated_s != math.inf]
+        arriving = sum(1 / s.token_s for s in others)
+        return min(1.0, arriving * speed.pass_s(len(hop.span), 1))
+
     def _token_parts(self, session: ModelledSession) -> dict[str, float]:
         """Seconds of a token: computing, waiting, trips, and the hidden states' way over lines."""
         assert session.route is not None
         model = self._scenario.model_named(session.load.model)
         n_bytes = token_bytes(model.hidden, "bfloat16", session.codec)
-        parts = {"computing": 0.0, "waiting": 0.0, "trips": 0.0, "lines": 0.0, "client": CLIENT_S}
+        parts = {"computing": 0.0, "waiting": 0.0, "trips": 0.0, "lines": 0.0, "client": session.load.client_ms / 1e3}
         previous = session.line
         for hop in session.route.hops:
             server = self._pool.servers[hop.peer]
@@ -360,16 +369,23 @@ class ModelledSessions:
         for hop in hops:
             server = self._pool.servers[hop.peer]
             speed = self._pool.speed(server)
-            n_busy = sum(s.updated_s != math.inf for s in self._through[hop.peer].values() if s is not session)
-            slowed = 1 + 1 / PREFILL_SHARE if n_busy else 1.0  # it gets what decode passes leave
+            is_step = n_tokens <= MAX_GUESSED_TOKENS  # so short a prompt goes with the others' steps
+            slowed = 1.0 if is_step else 1 + self._busy_share(hop) / PREFILL_SHARE  # it gets what decode passes leave
             stages_s.append(op_bytes / self._geography.bytes_per_s(previous, server.line))
             computing_s = max(op_tokens * speed.prefill_s, speed.block_s) * len(hop.span)
             stages_s.append(slowed * computing_s + HOP_OVERHEAD_S)
             trips_s += self._geography.trip_s(previous, server.line)
             previous = server.line
         trips_s += self._geography.trip_s(previous, session.line)
-        opening_s = max(2 * self._geography.trip_s(session.line, self._pool.servers[hop.peer].line) for hop in hops)
-        return opening_s + trips_s + sum(stages_s) + (n_ops - 1) * max(stages_s) + CLIENT_S
+        known = self._connected[id(session.load)]
+        opening_s = 0.0
+        for hop in hops:
+            n_trips = OPEN_TRIPS if hop.peer in known else OPEN_TRIPS + CONNECT_TRIPS
+            opening_s = max(
+                opening_s, n_trips * self._geography.trip_s(session.line, self._pool.servers[hop.peer].line)
+            )
+            known.add(hop.peer)
+        return opening_s + trips_s + sum(stages_s) + (n_ops - 1) * max(stages_s) + session.load.client_ms / 1e3
 
     # --- repairs -----------------------------------------------------------------------------------------------------
 

@@ -123,13 +123,13 @@ def _plan_load(
             sessions.begin(load, draw_line(link, place.name, rng))
         plan_next()
 
-    def plan_next() -> None:
-        at_s = clock.now + rng.expovariate(most_per_s)
+    def plan_next(after_s: float = 0.0) -> None:
+        at_s = max(clock.now, after_s) + rng.expovariate(most_per_s)
         if at_s < until_s:
             clock.plan(at_s, begin)
 
     if most_per_s > 0:
-        plan_next()
+        plan_next((scenario.warm_up_hours - scenario.lead_hours) * HOUR_S)
 
 
 class _Sampler:

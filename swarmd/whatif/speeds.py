@@ -41,10 +41,10 @@ def block_speed(kind: MachineKind, model: ServedModel) -> BlockSpeed:
     n_bytes = block_bytes(model)
     flops = 2 * model.block_parameters
     row_s = kind.row_ms / 1e3
-    prefill_s = row_s
+    prefill_s = kind.prefill_ms / 1e3 or row_s
     if kind.tflops:
         row_s = row_s or flops / (DECODE_SHARE * kind.tflops * 1e12)
-        prefill_s = flops / (PREFILL_SHARE_OF_PEAK * kind.tflops * 1e12)
+        prefill_s = kind.prefill_ms / 1e3 or flops / (PREFILL_SHARE_OF_PEAK * kind.tflops * 1e12)
     block_s = kind.block_ms / 1e3
     if not block_s:
         block_s = n_bytes / (READ_SHARE * kind.memory_gb_per_s * 1e9) + row_s

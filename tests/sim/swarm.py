@@ -141,6 +141,7 @@ class SimWorker:
         self._changed = trio.Event()
         self._is_dead = self._is_stopped = False
         self._step_s, self._load_s = step_s, load_s
+        self.can_batch = False  # whether a pass takes all sessions that are ready
         self.spoil: Callable[[bytes], list[bytes]] = lambda said: [said]  # what a hostile one makes of what it says
         self.lie: Callable[[torch.Tensor], torch.Tensor] = lambda out: out  # and of what it computes
         self.unloadable: set[ModelId] = set()
@@ -171,6 +172,7 @@ class SimWorker:
                         yield messages.encode_frame(WorkerFailed(message="no code for this model"))
                         return
                     span = ToySpan(Span(message.start, message.end), lambda out: self.lie(out))
+                    span.can_batch = self.can_batch
                     self._scheduler = Scheduler(span, Budget(), trio.current_time)  # type: ignore[arg-type]
                     yield messages.encode_frame(
                         Loaded(
@@ -218,6 +220,7 @@ class SimSwarm:
         self.folder, self.model = toy_checkpoint(n_blocks)
         self.folders = {self.model: self.folder}
         self.unloadable: set[ModelId] = set()
+        self.can_batch = False
         self.catalog = sign_catalog(Catalog(version=1, models={"toy": (self.model, n_blocks)}), founder)
         self._founder = founder
         self._nursery = nursery
@@ -251,17 +254,20 @@ class SimSwarm:
         wall_clock: Callable[[], float] | None = None,
         name: str = "",
         model: str = "toy",
+        step_s: float | None = None,
     ) -> PeerId:
         wall_clock = wall_clock or self.wall_clock
         identity, certificate = self._identity()
         network = self.world.join(identity.peer_id)
         exchange = Exchange(self.keys, wall_clock, understands.minor)
         exchange.merge_catalog_untrusted(self.catalog)
-        step_s = self.rng.uniform(0.002, 0.02)
+        drawn_s = self.rng.uniform(0.002, 0.02)
+        pass_s = drawn_s if step_s is None else step_s
 
         async def start_worker() -> WorkerProcess:
-            worker = self.workers[identity.peer_id] = SimWorker(step_s, load_s=2.0)
+            worker = self.workers[identity.peer_id] = SimWorker(pass_s, load_s=2.0)
             worker.unloadable = self.unloadable
+            worker.can_batch = self.can_batch
             return worker
 
         blocks = f"{span.start}:{span.end}" if is_fixed else "auto"

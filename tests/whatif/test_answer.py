@@ -10,7 +10,7 @@ from swarmd.protocol.wire.tensors import token_bytes
 from swarmd.train.synchronisation import codec_traffic
 from swarmd.whatif.answer import answer_scenario
 from swarmd.whatif.scenario import Habit, LinkKind, MachineKind, Scenario, ServedModel, TrainingScenario
-from swarmd.whatif.sessions import CLIENT_S, SUSPECT_AFTER_S
+from swarmd.whatif.sessions import SUSPECT_AFTER_S
 from swarmd.whatif.simulation import run_once
 from tests.whatif.scenarios import CARD, LINE, MODEL, TALK, scenario
 
@@ -28,7 +28,7 @@ def test_one_stream_on_one_server_takes_what_its_parts_take() -> None:
     assert answer.load is not None
     trip_s = (5 + 5 + 5) / 1e3  # both accesses, and the way within a place
     line_s = token_bytes(MODEL.hidden, "bfloat16", "raw") / (100e6 / 8)
-    token_s = 8 * 2 / 1e3 + HOP_OVERHEAD_S + 2 * trip_s + 2 * line_s + CLIENT_S
+    token_s = 8 * 2 / 1e3 + HOP_OVERHEAD_S + 2 * trip_s + 2 * line_s + TALK.client_ms / 1e3
     assert answer.load.tokens_per_s == pytest.approx((1 / token_s,) * 3, rel=0.01)
     assert answer.load.n_done == answer.load.n_begun > 0
     assert answer.models[0].served_share == 1.0

@@ -27,7 +27,7 @@ from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import Decision, PeerId, Span
 
 LEEWAY = 0.01  # of all streams' tokens/s, that a shorter trip may cost
-N_PLACES = 5  # of servers, where users are taken to be
+N_PLACES = 3  # of servers, where users are taken to be
 MOST_COMPARED = 100  # servers: of more, those that look best for some block
 N_FOR_A_BLOCK = 4  # of each kind: a chain is made of the nearest and the fastest
 NEARER_SHARE = 0.02  # of a token's time that has to be saved on average: a move costs a download
@@ -55,12 +55,8 @@ def choose_near_span(
         return None
     usual = choose_span(holders, around.n_blocks, n_fit, blocks_per_s).action
     good = list_good_spans(holders, around.n_blocks, n_fit, blocks_per_s, LEEWAY)
-    before = _try_spans(around, me, [usual])
-    tried = _try_spans(around, me, good)
-    if not before or not tried:
-        return None
-    cost_s, span = min(tried)
-    usual_s = before[0][0]
+    usual_s, *costs_s = _try_spans(around, me, [usual, *good])
+    cost_s, span = min(zip(costs_s, good, strict=True))
     if not _is_shorter(cost_s, usual_s):
         return None
     reason = (
@@ -80,13 +76,10 @@ def choose_nearer_span(around: Surroundings, me: SpanRecord) -> Decision[Span | 
         return Decision(None, "its blocks have no other holders, or it does not know yet where it is")
     now = rank_placement(holders, around.n_blocks)
     good = list_good_spans(others, around.n_blocks, len(mine), own.blocks_per_s, 1.0, now[2] * (1 - LEEWAY))
-    good = [span for span in good if span != mine and _rank_with(others, own, span, around.n_blocks)[:2] >= now[:2]]
-    before = _try_spans(around, me, [mine])
-    tried = _try_spans(around, me, good)
-    if not before or not tried:
-        return Decision(None, "no chain would get shorter")
-    now_s = before[0][0]
-    cost_s, span = min(tried)
+    if not good or rank_placement([*others, replace(own, span=good[0])], around.n_blocks)[:2] < now[:2]:
+        return Decision(None, "some blocks would have fewer holders")
+    now_s, *costs_s = _try_spans(around, me, [mine, *good])
+    cost_s, span = min(zip(costs_s, good, strict=True))
     if not _is_shorter(cost_s, now_s):
         return Decision(None, f"no place makes chains {100 * NEARER_SHARE:.0f} % shorter")
     reason = f"with blocks {span} chains take {1_000 * cost_s:.0f} ms a token instead of {1_000 * now_s:.0f}"
@@ -94,7 +87,7 @@ def choose_nearer_span(around: Surroundings, me: SpanRecord) -> Decision[Span | 
 
 
 def _is_shorter(cost_s: float, before_s: float) -> bool:
-    return before_s - cost_s >= max(NEARER_S, NEARER_SHARE * before_s)
+    return math.isfinite(cost_s) and before_s - cost_s >= max(NEARER_S, NEARER_SHARE * before_s)
 
 
 def _is_covered(others: Sequence[Holder], span: Span) -> bool:
@@ -106,15 +99,9 @@ def _is_covered(others: Sequence[Holder], span: Span) -> bool:
     return set(span.blocks()) <= held
 
 
-def _rank_with(others: Sequence[Holder], own: Holder, span: Span, n_blocks: int) -> tuple[float, float, float]:
-    return rank_placement([*others, replace(own, span=span)], n_blocks)
-
-
-def _try_spans(around: Surroundings, me: SpanRecord, spans: Sequence[Span]) -> list[tuple[float, Span]]:
-    """The mean time of a token, if this server held each of some spans; those that make no chain are left out."""
+def _try_spans(around: Surroundings, me: SpanRecord, spans: Sequence[Span]) -> list[float]:
+    """The mean time of a token, if this server held each of some spans of equal length; inf where there is no chain."""
     others = [s for s in around.spans if (s.peer, s.slot) != (me.peer, me.slot) and s.state == "online"]
-    if not spans:
-        return []
     there = msgspec.structs.replace(me, start=0, end=len(spans[0]), n_decoding=0)
     if around.point is not None:
         there = msgspec.structs.replace(there, point=around.point.numbers())
@@ -123,12 +110,7 @@ def _try_spans(around: Surroundings, me: SpanRecord, spans: Sequence[Span]) -> l
         query = RouteQuery(others, Span(0, around.n_blocks), PeerId(""), around.trips, client_point=point)
         ways.append(find_ways(replace(query, spans=list_promising(query, MOST_COMPARED, N_FOR_A_BLOCK)), there))
     block_s = pass_s(there) / len(spans[0])
-    tried = []
-    for span in spans:
-        cost_s = sum(way.with_span(span.start, span.end, block_s) for way in ways) / len(ways)
-        if math.isfinite(cost_s):
-            tried.append((cost_s, span))
-    return tried
+    return [sum(way.with_span(span.start, span.end, block_s) for way in ways) / len(ways) for span in spans]
 
 
 def _list_places(around: Surroundings) -> list[NetworkPoint]:
