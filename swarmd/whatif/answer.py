@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmd.plan.chains.placement import TARGET_REDUNDANCY
+from swarmd.plan.layouts.flow import LayoutMachine, max_flow
+from swarmd.plan.layouts.search import fill_chain, improve
 from swarmd.plan.runs.synchronisation import CodecTraffic
-from swarmd.values import ranges
+from swarmd.values import Span, ranges
 from swarmd.whatif.scenario import AvailabilityTrace, Scenario, ServedModel
 from swarmd.whatif.simulation import SAMPLE_S, ModelSamples, SimulatedRun, run_once
 from swarmd.whatif.speeds import block_bytes, count_fitting
@@ -21,13 +24,16 @@ from swarmd.whatif.training import TrainingAnswer, answer_training
 PERCENTILES = (5, 50, 95)  # of what users feel: the unlucky, the usual, the lucky
 SAMPLES_PER_HOUR = int(3_600 / SAMPLE_S)  # of each run
 DAY_S = 86_400.0  # one day
+MOST_LAID_OUT = 100  # machines, whose layout is compared with a better one: each try is a linear program
+LAYOUT_TRIES = 300  # of a search, from each of two layouts: some seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
     """Of one model: by hour of virtual time the chance that it can be served, holders and tokens/s on average.
 
-    ``limits``: sentences, what weighs most first.
+    ``layout_share``: what all streams get by the layout of the end, of what the best one found for the same machines
+    lets through; None where these are too few or too many. ``limits``: sentences, what weighs most first.
     """
 
     name: str
@@ -36,6 +42,7 @@ class ModelAnswer:
     online_by_hour: tuple[float, ...]
     tokens_per_s_by_hour: tuple[float, ...]
     mean_tokens_per_s: float
+    layout_share: float | None
     limits: tuple[str, ...]
 
 
@@ -146,8 +153,26 @@ def _sum_up_model(scenario: Scenario, model: ServedModel, runs: Sequence[Simulat
         online_by_hour=_by_hour([s.n_online for s in samples]),
         tokens_per_s_by_hour=_by_hour([s.tokens_per_s for s in samples]),
         mean_tokens_per_s=float(np.mean([s.tokens_per_s for s in samples])),
+        layout_share=_compare_layout(*runs[0].layouts[model.name], model.blocks, scenario.seed),
         limits=tuple(_explain_limits(scenario, model, samples, runs)),
     )
+
+
+def _compare_layout(machines: Sequence[LayoutMachine], spans: Sequence[Span], n_blocks: int, seed: int) -> float | None:
+    """Compare a layout with the best one that a search finds for the same machines."""
+    if not 2 <= len(machines) <= MOST_LAID_OUT:
+        return None
+    flow = max_flow(machines, spans, n_blocks)
+    if not flow:
+        return None
+    draw = random.Random(seed).random
+    starts = [spans, fill_chain(machines, n_blocks, range(len(machines)))]
+    best = flow
+    for start in starts:
+        if start is not None:
+            found = improve(machines, start, n_blocks, draw, LAYOUT_TRIES).action
+            best = max(best, max_flow(machines, found, n_blocks))
+    return flow / best
 
 
 def _explain_limits(

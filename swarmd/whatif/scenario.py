@@ -118,13 +118,17 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainingScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A training run. ``batch`` samples make an update, ``inner_batch`` a step of one peer (DiLoCo)."""
+    """A training run. ``batch`` samples make an update, ``inner_batch`` a step of one peer (DiLoCo).
+
+    ``stages``: into how many its blocks are divided, where no machine holds all of it; 0: none.
+    """
 
     name: Name
     parameters: Positive
     tokens_per_sample: Positive
     batch: Whole
     inner_batch: Whole = 8
+    stages: Annotated[int, msgspec.Meta(ge=0, le=12)] = 0
     machines: tuple[Name, ...] = ()
 
 

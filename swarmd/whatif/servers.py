@@ -27,6 +27,7 @@ from swarmd.plan.chains.placement import (
     holders_of,
 )
 from swarmd.plan.chains.routing import gather_trips
+from swarmd.plan.layouts.flow import LayoutMachine
 from swarmd.plan.layouts.nearness import Surroundings, choose_near_span, choose_nearer_span
 from swarmd.plan.links.coordinates import WORST_ERROR, NetworkPoint, Observation, has_moved, locate
 from swarmd.plan.members.pacing import beat_s, news_s
@@ -133,6 +134,20 @@ class ServerPool:
             if server.is_online and server.model == model and server.span is not None:
                 counts[server.span.start : server.span.end] += 1
         return counts
+
+    def layout(self, model: str) -> tuple[list[LayoutMachine], list[Span]]:
+        """Who serves a model now: what each would pass through by how many blocks it held, and what it holds."""
+        machines = []
+        spans = []
+        asked = self._scenario.model_named(model)
+        for server in self.servers.values():
+            if server.is_online and server.model == model and server.span is not None:
+                speed = self.speed(server)
+                sizes = range(1, count_fitting(server.kind, asked) + 1)
+                rates = tuple(speed.tokens_per_s(Span(0, size), BATCHES[-1]) for size in sizes)
+                machines.append(LayoutMachine(rates))
+                spans.append(server.span)
+        return machines, spans
 
     def speed(self, server: ModelledServer) -> BlockSpeed:
         """How fast a server computes a block of what it serves."""

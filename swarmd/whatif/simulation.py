@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmd.plan.chains.placement import bottleneck, holders_of
+from swarmd.plan.layouts.flow import LayoutMachine
+from swarmd.values import Span
 from swarmd.whatif.clock import VirtualClock
 from swarmd.whatif.geography import Geography, draw_line
 from swarmd.whatif.presence import HOUR_S, draw_stays
@@ -46,6 +48,7 @@ class SimulatedRun:
     n_moves: int
     fetched_bytes: float
     n_leaves: Mapping[tuple[str, bool], int]
+    layouts: Mapping[str, tuple[list[LayoutMachine], list[Span]]]  # by model, of those that served in the end
 
 
 def run_once(
@@ -74,7 +77,14 @@ def run_once(
 
     clock.plan(warm_up_s, sample)
     clock.run(until_s)
-    return SimulatedRun(sampler.samples(), sessions.tally, pool.n_moves, pool.fetched_bytes, dict(pool.n_leaves))
+    return SimulatedRun(
+        models=sampler.samples(),
+        tally=sessions.tally,
+        n_moves=pool.n_moves,
+        fetched_bytes=pool.fetched_bytes,
+        n_leaves=dict(pool.n_leaves),
+        layouts={model.name: pool.layout(model.name) for model in scenario.models},
+    )
 
 
 def _add_machines(

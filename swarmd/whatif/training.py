@@ -6,10 +6,14 @@ away does not compute; a round that fails because one leaves in it is not counte
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from swarmd.plan.layouts.pipelines import PipelineLinks, arrange_stages
 from swarmd.plan.runs.partition import PartitionMember
 from swarmd.plan.runs.synchronisation import (
     CodecTraffic,
@@ -27,17 +31,24 @@ from swarmd.whatif.simulation import draw_place
 
 FLOPS_PER_PARAMETER = 6.0  # of a token, forward and backward
 TRAIN_SHARE = 0.3  # of arithmetic that training reaches on cards and processors
+MOST_DEALT = 64  # machines into stages: each try is some matchings
+STAGE_TRIES = 500  # of a deal: some seconds
+PARAMETERS_PER_WIDTH = 300.0  # a model's parameters by its width squared: 12 times 24 blocks, about
 MOST_MEMBERS = 256  # that a round is planned for here: more train in groups
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingAnswer:
-    """Every synchronisation and codec with what it comes to, and which one would be chosen and why."""
+    """Every synchronisation and codec with what it comes to, and which one would be chosen and why.
+
+    ``stages``: how machines are dealt into stages, where the run has such, and what links take of an update then.
+    """
 
     name: str
     n_members: int
     predictions: tuple[Prediction, ...]
     chosen: Decision[Prediction] | None
+    stages: str = ""
 
 
 def answer_training(
@@ -79,7 +90,25 @@ def answer_training(
         micro_batch_s=1 / max(rates),
     )
     predictions = [predict_update(conditions, setting) for setting in list_settings(codecs)]
-    return TrainingAnswer(run.name, len(members), tuple(predictions), choose_setting(predictions))
+    stages = _deal_stages(run, lines, geography, scenario.seed) if run.stages > 1 else ""
+    return TrainingAnswer(run.name, len(members), tuple(predictions), choose_setting(predictions), stages)
+
+
+def _deal_stages(run: TrainingScenario, lines: Sequence[AccessLine], geography: Geography, seed: int) -> str:
+    """Deal as many machines as can be dealt evenly, and say what links take."""
+    n = min(len(lines), MOST_DEALT) // run.stages * run.stages
+    if not n:
+        return f"{len(lines)} machines are too few for {run.stages} stages"
+    dealt = lines[:n]
+    delay_s = np.array([[geography.trip_s(a, b) for b in dealt] for a in dealt])
+    rates = np.array([[geography.bytes_per_s(a, b) for b in dealt] for a in dealt])
+    n_tokens = run.batch / (n // run.stages) * run.tokens_per_sample
+    width = math.sqrt(run.parameters / PARAMETERS_PER_WIDTH)
+    links = PipelineLinks(
+        delay_s, rates, activation_bytes=2 * width * n_tokens, gradient_bytes=2 * run.parameters / run.stages
+    )
+    found = arrange_stages(links, run.stages, random.Random(seed).random, STAGE_TRIES)
+    return f"{run.stages} stages of {n // run.stages} machines: {found.reason}"
 
 
 def _samples_per_s(kind: MachineKind, run: TrainingScenario) -> float:

@@ -60,11 +60,11 @@ def test_many_streams_share_passes_and_go_slower() -> None:
 def test_the_same_seed_gives_the_same_answer_and_one_machine_more_changes_no_other() -> None:
     habit = Habit("comes and goes", stay_h=2, away_h=0.5, crashes=0.5)
     kind = change_card(count=6, habit=habit.name)
-    asked = scenario((kind,), (TALK_HERE,), (habit,), hours=6)
+    asked = scenario((kind,), (TALK_HERE,), (habit,), hours=3)
     first, again = (run_once(asked, {}, 7) for _ in range(2))
     assert first.tally == again.tally
     assert run_once(asked, {}, 8).tally != first.tally
-    more = run_once(scenario((msgspec.structs.replace(kind, count=7),), (TALK_HERE,), (habit,), hours=6), {}, 7)
+    more = run_once(scenario((msgspec.structs.replace(kind, count=7),), (TALK_HERE,), (habit,), hours=3), {}, 7)
     assert sum(more.n_leaves.values()) >= sum(first.n_leaves.values())
 
 
@@ -129,3 +129,25 @@ def test_training_is_predicted_by_what_the_product_would_choose_by() -> None:
     assert slow.chosen is not None
     assert fast.chosen.action.setting.synchronisation == "step"
     assert slow.chosen.action.setting.synchronisation == "diloco"
+
+
+def test_a_layout_is_compared_with_the_best_one_found() -> None:
+    alone = answer_scenario(scenario((change_card(count=1),)), {}).models[0]
+    assert alone.layout_share is None, "one machine has no layout"
+    several = answer_scenario(scenario((change_card(count=5, memory_gb=1.7),)), {}).models[0]
+    assert several.layout_share is not None
+    assert 0.5 < several.layout_share <= 1.0
+
+
+def test_machines_of_a_run_in_stages_are_dealt_by_their_links() -> None:
+    run = TrainingScenario("large", parameters=1e9, tokens_per_sample=256, batch=64, stages=2)
+    kinds = (
+        change_card(name="east", count=4, tflops=20, places={"here": 1.0}),
+        change_card(name="west", count=4, tflops=20, places={"there": 1.0}),
+    )
+    wanted = msgspec.structs.replace(scenario(kinds), training=(run,))
+    (dealt,) = answer_scenario(wanted, {}, codec_traffic("float32")).training
+    assert dealt.stages.startswith("2 stages of 4 machines: links take ")
+    too_few = msgspec.structs.replace(wanted, machines=kinds[:1], training=(msgspec.structs.replace(run, stages=8),))
+    (none,) = answer_scenario(too_few, {}, codec_traffic("float32")).training
+    assert none.stages == "4 machines are too few for 8 stages"

@@ -120,13 +120,17 @@ def _show_model(model: ModelAnswer, start_hour: float) -> None:
         rows.append([f"{hour:02}:00", f"{bar} {100 * served:.1f} %", f"{online:.0f}", f"{rate:,.0f}"])
     title = f"{model.name}: can be served {100 * model.served_share:.2f} % of the time"
     print_table(title, ["UTC", "chance", "servers", "tokens/s of all streams, at most"], rows)
+    if model.layout_share is not None:
+        print(
+            f"placement: all streams get {100 * model.layout_share:.0f} % of what the best layout found would give them"
+        )
     for limit in model.limits:
         print(f"limit: {limit}")
 
 
 def _show_load(load: LoadAnswer) -> None:
     def line(name: str, values: tuple[float, ...]) -> list[str]:
-        return [name, *(f"{value:.2f}" for value in values)]
+        return [name, *(f"{value:.2f}" if any(values) else "-" for value in values)]
 
     rows = [
         line("tokens/s of a stream", tuple(reversed(load.tokens_per_s))),
@@ -160,6 +164,8 @@ def _show_training(run: TrainingAnswer) -> None:
     title = f"Training {run.name} with {count(run.n_members, 'member')}"
     print_table(title, ["synchronisation, codec", "computing", "samples/s", "s an update"], rows)
     print(f"chosen: {run.chosen.reason}")
+    if run.stages:
+        print(run.stages)
 
 
 def _check_plot(path: Path) -> None:
