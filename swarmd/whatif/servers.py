@@ -83,14 +83,23 @@ class ModelledServer:
         return self.record is not None and self.record.state == "online"
 
 
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """What servers did since the beginning: moves, bytes of weights fetched, leaves by kind and whether by a crash."""
+
+    n_moves: int
+    fetched_bytes: float
+    n_leaves: Counter[tuple[str, bool]]
+
+
 class ServerPool:
     """All machines of one run. ``on_gone(server, is_crash)`` hears of each that stops serving what it serves."""
 
     def __init__(self, scenario: Scenario, geography: Geography, clock: VirtualClock, rng: random.Random) -> None:
         self.servers: dict[PeerId, ModelledServer] = {}
-        self.n_moves = 0
-        self.fetched_bytes = 0.0
-        self.n_leaves: Counter[tuple[str, bool]] = Counter()
+        self._n_moves = 0
+        self._fetched_bytes = 0.0
+        self._n_leaves: Counter[tuple[str, bool]] = Counter()
         self.on_gone: Callable[[ModelledServer, bool], None] = lambda server, is_crash: None
         self.on_online: Callable[[ModelledServer], None] = lambda server: None
         self._scenario = scenario
@@ -109,6 +118,10 @@ class ServerPool:
         for stay in stays:
             self._clock.plan(stay.start_s, partial(self._arrive, server))
             self._clock.plan(stay.end_s, partial(self._leave, server, stay.is_crash))
+
+    def count(self) -> PoolCounts:
+        """Count what happened so far."""
+        return PoolCounts(self._n_moves, self._fetched_bytes, self._n_leaves.copy())
 
     def begin(self) -> None:
         """Let balancers look from now on, each minute."""
@@ -221,7 +234,7 @@ class ServerPool:
         self._announce(server, self._make_record(server, "joining"))
         lacking = {(model, block) for block in span.blocks()} - server.stored
         n_bytes = len(lacking) * block_bytes(self._scenario.model_named(model))
-        self.fetched_bytes += n_bytes
+        self._fetched_bytes += n_bytes
         fetch_s = n_bytes / (FETCH_SHARE * server.line.down_bytes_per_s)
 
         def load() -> None:
@@ -250,7 +263,7 @@ class ServerPool:
     def _leave(self, server: ModelledServer, is_crash: bool) -> None:
         if not server.is_there:
             return
-        self.n_leaves[server.kind.name, is_crash] += 1
+        self._n_leaves[server.kind.name, is_crash] += 1
         record = self._stop_serving(server, is_crash)
         server.is_there = False
         if record is None:
@@ -323,7 +336,7 @@ class ServerPool:
         if not server.is_online or self._clock.now - server.up_since < LOOK_S:
             return
         server.moved_at.append(self._clock.now)
-        self.n_moves += 1
+        self._n_moves += 1
         self._stop_serving(server, is_crash=False)
         if span is None:
             self._choose(server, model)

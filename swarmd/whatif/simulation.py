@@ -19,6 +19,7 @@ from swarmd.whatif.scenario import AvailabilityTrace, Habit, LinkKind, Load, Mac
 from swarmd.whatif.servers import ServerPool
 from swarmd.whatif.sessions import ModelledSessions, Tally
 
+TAIL_S = 600.0  # after the hours that were asked for, for what is under way
 SAMPLE_S = 60.0  # between two looks at which blocks are held
 SETTLING_S = 600.0  # in which machines that are there from the beginning come, one by one
 HOURS_OF_DAY = 24  # a table by hours of the day has so many
@@ -63,7 +64,7 @@ def run_once(
     clock = VirtualClock()
     geography = Geography(scenario)
     pool = ServerPool(scenario, geography, clock, random.Random(f"{seed} pool"))
-    _add_machines(scenario, traces, pool, seed, until_s)
+    _add_machines(scenario, traces, pool, seed, until_s + TAIL_S)
     pool.begin()
     sessions = ModelledSessions(scenario, pool, geography, clock, random.Random(f"{seed} sessions"), warm_up_s)
     if with_load:
@@ -73,17 +74,23 @@ def run_once(
 
     def sample() -> None:
         sampler.take()
-        clock.plan(clock.now + SAMPLE_S, sample)
+        if clock.now + SAMPLE_S < until_s:
+            clock.plan(clock.now + SAMPLE_S, sample)
 
     clock.plan(warm_up_s, sample)
+    clock.run(warm_up_s)
+    before = pool.count()
     clock.run(until_s)
+    counted = pool.count()
+    layouts = {model.name: pool.layout(model.name) for model in scenario.models}
+    clock.run(until_s + TAIL_S)  # conversations that began in time come to their end
     return SimulatedRun(
         models=sampler.samples(),
         tally=sessions.tally,
-        n_moves=pool.n_moves,
-        fetched_bytes=pool.fetched_bytes,
-        n_leaves=dict(pool.n_leaves),
-        layouts={model.name: pool.layout(model.name) for model in scenario.models},
+        n_moves=counted.n_moves - before.n_moves,
+        fetched_bytes=counted.fetched_bytes - before.fetched_bytes,
+        n_leaves=counted.n_leaves - before.n_leaves,
+        layouts=layouts,
     )
 
 
