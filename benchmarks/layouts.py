@@ -4,6 +4,7 @@
     python -m benchmarks.layouts --pipelines     DT-FM's five cases
     python -m benchmarks.layouts --trips 50      servers in three continents that join, move and leave, by blind and
                                                  near decisions; --trips 1000 takes some minutes
+    python -m benchmarks.layouts --real 50       real daemons of two towns in virtual time, by blind and near decisions
 
 Helix's rule is that a stream passes a machine's layers as a whole; with swarmd's it enters and leaves anywhere. All
 figures are computed, none is measured on machines.
@@ -19,7 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import trio
+
 from benchmarks.published_clusters import N_LAYERS, dtfm_cases, helix_clusters
+from swarmd.config import Serve
+from swarmd.net.sim import SimLink
 from swarmd.plan.chains.placement import bottleneck, choose_move, choose_span, holders_of
 from swarmd.plan.chains.routing import RouteQuery, best_route
 from swarmd.plan.layouts.flow import max_flow
@@ -29,12 +34,16 @@ from swarmd.plan.layouts.search import fill_chain, improve
 from swarmd.plan.links.coordinates import NetworkPoint
 from swarmd.protocol.membership.records import SpanRecord
 from swarmd.values import PeerId, Span
+from tests.sim.swarm import SimSwarm
+from tests.virtual_time import in_virtual_time
 
 SEARCH_S = 50.0  # of the minute that a plan may take
 TRIES_AT_ONCE = 500  # of a search, between two looks at the clock
 N_STAGES = 8  # of DT-FM's pipelines
 CONTINENTS = ((0.0, 0.0, 60), (90.0, 10.0, 25), (60.0, 160.0, 15))  # milliseconds on a plane, and shares
 N_CLIENTS = 40  # whose chains are looked at
+TOY_BLOCKS = 8  # of the model that real daemons serve in virtual time
+NEAR_TRIP_S, FAR_TRIP_S = 0.004, 0.06  # one way, within a town and between two
 CHURN = 0.1  # of all servers leave, and as many come
 
 
@@ -200,11 +209,60 @@ def show_trips(n: int, n_blocks: int) -> None:
         print(f"| {name} | {' | '.join(cells)} | {swarm.n_moves} | {took_s:.0f} |", flush=True)
 
 
+async def run_real(n: int, is_near: bool, seconds: float) -> tuple[float, float]:
+    """Let real daemons join and look; returns the mean ms of a token from both towns, and tokens/s of all."""
+    towns: dict[PeerId, int] = {}
+    async with trio.open_nursery() as nursery:
+        swarm = SimSwarm(nursery, TOY_BLOCKS, seed=3)
+        for number in range(n):
+            size = 2 + number % 2
+            peer = await swarm.add(Span(0, size), is_fixed=False, hosted=(Serve("toy", max_blocks=size),), step_s=0.01)
+            for other, town in towns.items():
+                link = SimLink(NEAR_TRIP_S if town == number % 2 else FAR_TRIP_S, 12.5e6)
+                swarm.world.links[peer, other] = swarm.world.links[other, peer] = link
+            towns[peer] = number % 2
+            if not is_near:
+                directory = swarm.daemons[peer][0].directory
+                directory.look_around = lambda spans, n_blocks: Surroundings(spans, n_blocks, {}, None)  # type: ignore[method-assign]
+            await trio.sleep(5)  # one after the other, as people come
+        await trio.sleep(seconds)
+        spans = next(iter(swarm.daemons.values()))[0].directory.view().spans
+        nursery.cancel_scope.cancel()
+    trips: dict[tuple[str, str], float] = {}
+    for one, town in towns.items():
+        for other in towns:
+            trips[one, other] = NEAR_TRIP_S if town == towns[other] else FAR_TRIP_S
+    costs = []
+    for home in (0, 1):
+        client = PeerId("client")
+        ways: dict[tuple[str, str], float] = {
+            (client, peer): NEAR_TRIP_S if town == home else FAR_TRIP_S for peer, town in towns.items()
+        }
+        route = best_route(
+            RouteQuery([s for s in spans if s.state == "online"], Span(0, TOY_BLOCKS), client, trips | ways)
+        )
+        costs.append(1_000 * route.cost_s)
+    return statistics.mean(costs), bottleneck(holders_of(spans), TOY_BLOCKS)
+
+
+def show_real(n: int, seconds: float) -> None:
+    """Compare blind and near decisions of real daemons."""
+    print(f"{n} real daemons of two towns in virtual time, {FAR_TRIP_S * 1e3:.0f} ms apart")
+    for name, is_near in (("blind", False), ("near", True)):
+        begun = time.perf_counter()
+        ms, rate = in_virtual_time(1, run_real, n, is_near, seconds)
+        print(
+            f"{name}: {ms:.1f} ms a token, {rate:.0f} tokens/s of all ({time.perf_counter() - begun:.0f} s)", flush=True
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flow", action="store_true")
     parser.add_argument("--pipelines", action="store_true")
     parser.add_argument("--trips", type=int, nargs="*", default=[])
+    parser.add_argument("--real", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--blocks", type=int, default=80)
     options = parser.parse_args()
     if options.flow:
@@ -213,6 +271,8 @@ def main() -> None:
         show_pipelines()
     for n in options.trips:
         show_trips(n, options.blocks)
+    if options.real:
+        show_real(options.real, 60 * options.minutes)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ SAMPLES_PER_HOUR = int(3_600 / SAMPLE_S)  # of each run
 DAY_S = 86_400.0  # one day
 MOST_LAID_OUT = 100  # machines, whose layout is compared with a better one: each try is a linear program
 LAYOUT_TRIES = 300  # of a search, from each of two layouts: some seconds
+MOST_COLUMNS = 300_000  # of all tries' programs together, so that it stays with some seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,14 @@ class ModelAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LoadAnswer:
-    """Of all conversations. Percentiles by (5, 50, 95); ``parts``: shares of a token's time; ``lost_while_held``: by
-    no fault of the machines, which must be 0."""
+    """Of all conversations. Percentiles by (5, 50, 95); ``parts``: shares of a token's time; ``n_lost_while_held``:
+    by no fault of the machines, which must be 0; ``n_refused``: no server had room for them within a minute."""
 
     n_begun: int
     n_done: int
     n_lost: int
     n_lost_while_held: int
+    n_refused: int
     n_repairs: int
     replayed_share: float
     tokens_per_s: tuple[float, ...]
@@ -166,11 +168,12 @@ def _compare_layout(machines: Sequence[LayoutMachine], spans: Sequence[Span], n_
     if not flow:
         return None
     draw = random.Random(seed).random
+    n_tries = min(LAYOUT_TRIES, MOST_COLUMNS // (len(machines) * n_blocks))
     starts = [spans, fill_chain(machines, n_blocks, range(len(machines)))]
     best = flow
     for start in starts:
         if start is not None:
-            found = improve(machines, start, n_blocks, draw, LAYOUT_TRIES).action
+            found = improve(machines, start, n_blocks, draw, n_tries).action
             best = max(best, max_flow(machines, found, n_blocks))
     return flow / best
 
@@ -205,6 +208,9 @@ def _explain_limits(
     if interrupted:
         kind, n = interrupted.most_common(1)[0]
         reasons.append(f"who leaves: {kind} interrupts {n / len(runs):.0f} conversations in a run, the most of all")
+    n_refused = sum(run.tally.n_refused for run in runs)
+    if n_refused:
+        reasons.append(f"caches: {n_refused / len(runs):.0f} conversations in a run found no room: more memory")
     parts = _mean_parts(runs)
     if parts:
         what, share = max(parts.items(), key=lambda item: item[1])
@@ -242,6 +248,7 @@ def _sum_up_load(runs: Sequence[SimulatedRun], days: float) -> LoadAnswer:
         n_done=sum(tally.n_done for tally in tallies),
         n_lost=sum(tally.n_lost for tally in tallies),
         n_lost_while_held=sum(tally.n_lost_while_held for tally in tallies),
+        n_refused=sum(tally.n_refused for tally in tallies),
         n_repairs=sum(tally.n_repairs for tally in tallies),
         replayed_share=sum(tally.replayed_tokens for tally in tallies) / n_tokens if n_tokens else 0.0,
         tokens_per_s=_percentiles(value for tally in tallies for value in tally.tokens_per_s),

@@ -60,7 +60,8 @@ def _find_windows(
     windows = []
     moment = begin - timedelta(days=1)
     opened = moment if hours.include(moment, zone) else None
-    while (moment - begin).total_seconds() < until_s:
+    horizon_s = until_s + abs(late_s)  # one that is early looks beyond the end
+    while (moment - begin).total_seconds() < horizon_s:
         change = hours.next_change(moment, zone)
         if change is None:
             break
@@ -69,7 +70,7 @@ def _find_windows(
         moment = change
         opened = change if hours.include(change, zone) else None
     if opened is not None:
-        windows.append((opened, begin + timedelta(seconds=until_s)))
+        windows.append((opened, begin + timedelta(seconds=2 * horizon_s)))  # cut where the run ends
     return [((a - begin).total_seconds() + late_s, (b - begin).total_seconds() + late_s) for a, b in windows]
 
 

@@ -128,7 +128,7 @@ class TrainingScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_sample: Positive
     batch: Whole
     inner_batch: Whole = 8
-    stages: Annotated[int, msgspec.Meta(ge=0, le=12)] = 0
+    stages: Annotated[int, msgspec.Meta(ge=0, le=10)] = 0
     machines: tuple[Name, ...] = ()
 
 

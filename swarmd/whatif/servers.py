@@ -19,6 +19,7 @@ from swarmd.plan.chains.announcement import ROUND_TRIPS_IN_RECORD, ServerLoad, i
 from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.placement import (
     MAX_MOVES_PER_DAY,
+    Rescue,
     choose_model,
     choose_move,
     choose_span,
@@ -75,6 +76,7 @@ class ModelledServer:
     moved_at: list[float] = field(default_factory=list)
     stored: set[tuple[str, int]] = field(default_factory=set)
     agreed: tuple[Span, int] | None = None
+    is_moving: bool = False
     turn: int = 0  # what was planned for an earlier turn does not happen in a later one
     point: NetworkPoint = field(default_factory=NetworkPoint)
 
@@ -109,6 +111,7 @@ class ServerPool:
         self._records: dict[PeerId, SpanRecord] = {}
         self._serving: dict[str, list[SpanRecord]] = {}
         self._speeds: dict[tuple[str, str], BlockSpeed] = {}
+        self._rescue_looks: dict[str, int] = {}
         self._models = {model.name: (model.name, model.blocks) for model in scenario.models}
 
     def add(self, kind: MachineKind, line: AccessLine, stays: list[Stay]) -> None:
@@ -200,17 +203,25 @@ class ServerPool:
 
         self._clock.plan(self._clock.now + delay_s, happen)
 
-    def _choose(self, server: ModelledServer, model: str = "") -> None:
+    def _choose(self, server: ModelledServer) -> None:
+        chosen = self._choose_blocks(server, server.kind.serves)
+        if chosen is not None:
+            model, span = chosen
+            server.model, server.span = model, span
+            self._announce(server, self._make_record(server, "joining"))
+            self._plan_turn(server, self._fetch_s(server, model, span), lambda: self._load(server))
+
+    def _choose_blocks(self, server: ModelledServer, requested: str) -> tuple[str, Span] | None:
+        """Choose a model, or take the one that is requested, and blocks of it; None where nothing fits."""
         records = list(self._records.values())
         fits = {m.name: count_fitting(server.kind, m) for m in self._scenario.models}
         listed = {name: entry for name, entry in self._models.items() if fits[name]}
-        requested = model or server.kind.serves
         stored = frozenset(ModelId(name) for name, _ in server.stored)
         chosen = choose_model(records, listed, requested, stored).action
         if chosen is None:
-            return  # nothing of what is listed fits this machine
+            return None
         name, n_blocks = chosen
-        of_model = [r for r in records if r.model == name and r.state != "draining"]
+        of_model = [r for r in records if r.model == name and r.state != "draining" and r.peer != server.peer]
         holders = holders_of(of_model)
         usual = float(np.median([h.blocks_per_s for h in holders])) if holders else 1.0
         span = choose_span(holders, n_blocks, fits[name], usual).action
@@ -218,30 +229,23 @@ class ServerPool:
             me = SpanRecord(
                 server.peer, 0, 0, 0, (), model=name, decode_tokens_per_s=usual / fits[name], free_cache_tokens=1
             )
-            server.point = self.locate(server.line, server.point)
+            server.point = self.locate(server.line, server.point, self._rng)
             near = choose_near_span(self._look_around(server, of_model, n_blocks), holders, me, fits[name], usual)
             span = near.action if near is not None else span
-        self._fetch(server, name, span)
+        return name, span
+
+    def _fetch_s(self, server: ModelledServer, model: str, span: Span) -> float:
+        """Seconds until a server has blocks on its disk, which begins to fetch them now."""
+        lacking = {(model, block) for block in span.blocks()} - server.stored
+        server.stored |= lacking
+        n_bytes = len(lacking) * block_bytes(self._scenario.model_named(model))
+        self._fetched_bytes += n_bytes
+        return n_bytes / (FETCH_SHARE * server.line.down_bytes_per_s)
 
     def _look_around(self, server: ModelledServer, records: list[SpanRecord], n_blocks: int) -> Surroundings:
         """What a server knows of the way to others."""
         point = server.point if server.point.error < WORST_ERROR else None
         return Surroundings(records, n_blocks, gather_trips(records, server.peer, {}), point)
-
-    def _fetch(self, server: ModelledServer, model: str, span: Span) -> None:
-        """Announce what it will serve, and have it on the disk."""
-        server.model, server.span = model, span
-        self._announce(server, self._make_record(server, "joining"))
-        lacking = {(model, block) for block in span.blocks()} - server.stored
-        n_bytes = len(lacking) * block_bytes(self._scenario.model_named(model))
-        self._fetched_bytes += n_bytes
-        fetch_s = n_bytes / (FETCH_SHARE * server.line.down_bytes_per_s)
-
-        def load() -> None:
-            server.stored |= lacking
-            self._load(server)
-
-        self._plan_turn(server, fetch_s, load)
 
     def _load(self, server: ModelledServer) -> None:
         assert server.span is not None
@@ -256,7 +260,7 @@ class ServerPool:
         server.cache = CacheLedger(n_tokens)
         server.n_decoding = 0
         server.announced = ServerLoad(n_tokens, 0)
-        server.point = self.locate(server.line, server.point)
+        server.point = self.locate(server.line, server.point, self._rng)
         self._announce(server, self._make_record(server, "online"))
         self.on_online(server)
 
@@ -283,6 +287,7 @@ class ServerPool:
         was_online = server.is_online
         server.record = None
         server.agreed = None
+        server.is_moving = False
         server.turn += 1
         if was_online:
             self.on_gone(server, is_crash)
@@ -293,11 +298,11 @@ class ServerPool:
     def _look(self) -> None:
         """One look of all balancers: they decide alike, so at most one server of each model moves."""
         records = list(self._records.values())
-        if len(self._models) > 1:
-            for rescue in find_rescues(records, self._models):
-                if rescue.servers:
-                    mover = self.servers[PeerId(rescue.servers[0][0])]
-                    self._move(mover, rescue.model, None)
+        rescues = find_rescues(records, self._models) if len(self._models) > 1 else []
+        self._rescue_looks = {r.model: self._rescue_looks.get(r.model, 0) + 1 for r in rescues}
+        for rescue in rescues:
+            if self._rescue_looks[rescue.model] >= LOOKS_THAT_AGREE:
+                self._rescue(rescue)
         for name, n_blocks in self._models.values():
             of_model = [r for r in records if r.model == name and r.state != "draining"]
             of_model.sort(key=lambda r: r.peer)
@@ -326,22 +331,35 @@ class ServerPool:
         """Servers measure round trips now and then, and are nearer to their true place after each time."""
         online = [server for server in self.servers.values() if server.is_online]
         for server in self._rng.sample(online, round(len(online) * LOOK_S / SETTLED_S)):
-            point = self.locate(server.line, server.point)
+            point = self.locate(server.line, server.point, self._rng)
             if server.record is not None and has_moved(server.record.point, point.numbers()):
                 self._announce(server, msgspec.structs.replace(server.record, point=point.numbers()))
             server.point = point
 
-    def _move(self, server: ModelledServer, model: str, span: Span | None) -> None:
-        """Have a server hold something else: it serves while it fetches, and hands its sessions over."""
-        if not server.is_online or self._clock.now - server.up_since < LOOK_S:
+    def _rescue(self, rescue: Rescue) -> None:
+        """The first in line whom the model fits comes from another one."""
+        for peer, _ in rescue.servers:
+            server = self.servers[PeerId(peer)]
+            chosen = self._choose_blocks(server, rescue.model) if server.is_online and not server.is_moving else None
+            if chosen is not None:
+                self._move(server, *chosen)
+                return
+
+    def _move(self, server: ModelledServer, model: str, span: Span) -> None:
+        """Have a server hold something else: it serves while it fetches, and then hands its sessions over."""
+        if not server.is_online or server.is_moving or self._clock.now - server.up_since < LOOK_S:
             return
+        server.is_moving = True
         server.moved_at.append(self._clock.now)
         self._n_moves += 1
-        self._stop_serving(server, is_crash=False)
-        if span is None:
-            self._choose(server, model)
-        else:
-            self._fetch(server, model, span)
+
+        def switch() -> None:
+            self._stop_serving(server, is_crash=False)
+            server.model, server.span = model, span
+            self._announce(server, self._make_record(server, "joining"))
+            self._load(server)
+
+        self._plan_turn(server, self._fetch_s(server, model, span), switch)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -377,11 +395,11 @@ class ServerPool:
             point=server.point.numbers(),
         )
 
-    def locate(self, line: AccessLine, point: NetworkPoint) -> NetworkPoint:
+    def locate(self, line: AccessLine, point: NetworkPoint, rng: random.Random) -> NetworkPoint:
         """Say where a line is in the net, by round trips to some servers, as members and clients do."""
         records = list(self._records.values())
         observations = []
-        for record in self._rng.sample(records, min(N_MEASURED, len(records))):
+        for record in rng.sample(records, min(N_MEASURED, len(records))):
             other = self.servers[PeerId(record.peer)]
             round_trip_ms = 2e3 * self._geography.trip_s(line, other.line)
             observations.append(Observation(other.point, round_trip_ms))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from swarmd.errors import NoRoute, Refused
+from swarmd.errors import Code, NoRoute, Refused
 from swarmd.plan.chains.batching import MAX_GUESSED_TOKENS, PREFILL_SHARE, tokens_of_op
 from swarmd.plan.chains.codec import choose_codec
 from swarmd.plan.chains.routing import HOP_OVERHEAD_S, Hop, Route, RouteQuery, best_route, gather_trips
@@ -30,6 +30,7 @@ from swarmd.whatif.servers import ModelledServer, ServerPool
 
 WAIT_S = 60.0  # for somebody to serve what is missing (client.sessions.repair_plan)
 LOOK_AGAIN_S = 1.0  # while blocks are missing
+SHUN_S = 10.0  # that a server is not asked again which had no room (plan.chains.cache_admission)
 BUSY_S = 2.0  # after a refusal for lack of room (client.sessions.chain)
 UNREACHABLE_S = 8.0  # until a member that is gone without a word has not answered (client.sessions.reservations)
 HAND_OVER_S = 10.0  # for caches to move; after it they are replayed (client.sessions.repair)
@@ -57,6 +58,7 @@ class ModelledSession:
     paused_s: float = 0.0
     stopped_s: float | None = None  # when it was interrupted, until it goes on
     waiting_since: float | None = None
+    refused_since: float | None = None
     next_event: int = -1  # its end, or what it is waiting for
     shunned: set[str] = field(default_factory=set)
 
@@ -73,6 +75,7 @@ class Tally:
     n_done: int = 0
     n_lost: int = 0
     n_lost_while_held: int = 0
+    n_refused: int = 0
     n_repairs: int = 0
     replayed_tokens: float = 0.0
     paused_s: list[float] = field(default_factory=list)
@@ -103,7 +106,7 @@ class ModelledSessions:
         self._rng = rng
         self._count_from_s = count_from_s
         self._numbers = 0
-        self._through: dict[PeerId, dict[int, ModelledSession]] = defaultdict(dict)
+        self._through: dict[PeerId, dict[tuple[int, int], ModelledSession]] = defaultdict(dict)  # by number and hop
         self._known: dict[int, set[PeerId]] = defaultdict(set)  # members to whom the clients of a load know the trip
         self._connected: dict[int, set[PeerId]] = defaultdict(set)
         pool.on_gone = self._lose_server
@@ -145,8 +148,9 @@ class ModelledSessions:
             session.shunned |= {hop.peer for hop in gone}
             self._again(session, UNREACHABLE_S)
             return
-        if not self._reserve(session, route):
-            self._again(session, BUSY_S)
+        refusal = self._reserve(session, route)
+        if refusal is not None:
+            self._take_refusal(session, refusal)
             return
         self._join(session, route, model)
         history = session.prompt_tokens + int(session.made)
@@ -166,7 +170,7 @@ class ModelledSessions:
             is_eligible=lambda span: span.peer not in session.shunned,
             previous=previous,
             cache_tokens=session.prompt_tokens + session.new_tokens,
-            client_point=self._pool.locate(session.line, NetworkPoint()),
+            client_point=self._pool.locate(session.line, NetworkPoint(), self._rng),
         )
         return best_route(query)
 
@@ -180,8 +184,18 @@ class ModelledSessions:
             measured[peer] = self._geography.trip_s(session.line, self._pool.servers[peer].line)
         return dict(gather_trips(spans, PeerId("client"), measured))
 
-    def _reserve(self, session: ModelledSession, route: Route) -> bool:
-        """Promise cache at each hop, as servers do; False when one refuses."""
+    def _take_refusal(self, session: ModelledSession, refusal: Refused) -> None:
+        """Ask elsewhere, until patience is at an end; what no server can hold is given up at once."""
+        if session.refused_since is None:
+            session.refused_since = self._clock.now
+        is_hopeless = refusal.code == Code.TOO_LONG or self._clock.now - session.refused_since >= WAIT_S
+        if not is_hopeless:
+            self._again(session, BUSY_S)
+        elif self._is_counted(session):
+            self.tally.n_refused += 1
+
+    def _reserve(self, session: ModelledSession, route: Route) -> Refused | None:
+        """Promise cache at each hop, as servers do; returns what one refuses with."""
         n_tokens = session.prompt_tokens + session.new_tokens
         done: list[Hop] = []
         for number, hop in enumerate(route.hops):
@@ -190,20 +204,21 @@ class ModelledSessions:
             try:
                 ending = server.cache.reserve(key, session.owner, n_tokens, self._clock.now)
                 server.cache.use(key, session.prompt_tokens, self._clock.now)
-            except Refused:
+            except Refused as refusal:
                 for earlier, kept in enumerate(done):
                     self._pool.servers[kept.peer].cache.release((session.owner, earlier))
                 session.shunned.add(hop.peer)
-                self._clock.plan(self._clock.now + BUSY_S, partial(session.shunned.discard, hop.peer))
-                return False
+                self._clock.plan(self._clock.now + SHUN_S, partial(session.shunned.discard, hop.peer))
+                return refusal
             self._end_for_others(server, ending)
             done.append(hop)
-        return True
+        return None
 
     def _end_for_others(self, server: ModelledServer, ending: list[tuple[bytes, int]]) -> None:
         """Sessions whose promise ended for somebody else go elsewhere."""
         for owner, _ in ending:
-            other = self._through[server.peer].get(int.from_bytes(owner, "big"))
+            number = int.from_bytes(owner, "big")
+            other = next((s for s in self._sessions_at(server.peer) if s.number == number), None)
             if other is not None:
                 self._repair(other, server, 0.0)
 
@@ -232,15 +247,16 @@ class ModelledSessions:
 
     def _join(self, session: ModelledSession, route: Route, model: ServedModel) -> None:
         session.waiting_since = None
+        session.refused_since = None
         session.route = route
         lines = [self._pool.servers[hop.peer].line for hop in route.hops]
         ways = list(zip([session.line, *lines], [*lines, session.line], strict=True))
         trips_s = [self._geography.trip_s(a, b) for a, b in ways]
         rates = [self._geography.bytes_per_s(a, b) for a, b in ways]
         session.codec = choose_codec("auto", "replayed", "bfloat16", trips_s, rates).action
-        for hop in route.hops:
+        for place, hop in enumerate(route.hops):
             self._known[id(session.load)].add(hop.peer)
-            self._through[hop.peer][session.number] = session
+            self._through[hop.peer][session.number, place] = session
             self._pool.note_load(self._pool.servers[hop.peer], 1)
         self._follow_rates({hop.peer for hop in route.hops})
 
@@ -250,7 +266,7 @@ class ModelledSessions:
             return
         for number, hop in enumerate(session.route.hops):
             server = self._pool.servers[hop.peer]
-            if self._through[hop.peer].pop(session.number, None) is not None and server.is_online:
+            if self._through[hop.peer].pop((session.number, number), None) is not None and server.is_online:
                 server.cache.release((session.owner, number))
                 self._pool.note_load(server, -1)
         peers = {hop.peer for hop in session.route.hops}
@@ -293,7 +309,7 @@ class ModelledSessions:
 
     def _follow_rates(self, peers: set[PeerId]) -> None:
         """Note how far each session through these servers is, and go on at its new rate."""
-        touched = {session.number: session for peer in peers for session in self._through[peer].values()}
+        touched = {session.number: session for peer in sorted(peers) for session in self._sessions_at(peer)}
         for session in touched.values():
             self._advance(session)
             token_s = sum(self._token_parts(session).values())
@@ -301,6 +317,10 @@ class ModelledSessions:
                 session.token_s = token_s
                 self._plan_end(session)
             session.token_s = token_s
+
+    def _sessions_at(self, peer: PeerId) -> list[ModelledSession]:
+        """Sessions that pass a server, each once."""
+        return list({session.number: session for session in self._through[peer].values()}.values())
 
     def _advance(self, session: ModelledSession) -> None:
         if session.updated_s != math.inf and session.token_s != math.inf:
@@ -391,7 +411,9 @@ class ModelledSessions:
 
     def _lose_server(self, server: ModelledServer, is_crash: bool) -> None:
         """A server stops serving: its sessions go on elsewhere."""
-        for session in list(self._through[server.peer].values()):
+        for session in self._sessions_at(server.peer):
+            if session.route is None:
+                continue  # it gave way to one of the others that were repaired just now
             self.tally.interrupted_by[server.kind.name] += self._is_counted(session)
             self._repair(session, server, SUSPECT_AFTER_S if is_crash else 0.0, can_hand_over=not is_crash)
         self._through[server.peer].clear()
@@ -424,7 +446,7 @@ class ModelledSessions:
         hops = (*route.hops[:index], *part.hops, *route.hops[index + 1 :])
         repaired = Route(hops, route.cost_s, route.why)
         is_whole = all(self._pool.servers[hop.peer].is_online for hop in hops)
-        if not is_whole or not self._reserve(session, repaired):
+        if not is_whole or self._reserve(session, repaired) is not None:
             self._again(session, noticed_s + BUSY_S)
             return
         model = self._scenario.model_named(session.load.model)

@@ -99,7 +99,7 @@ def _add_machines(
 ) -> None:
     habits = {habit.name: habit for habit in scenario.habits}
     links = {link.name: link for link in scenario.links}
-    start_hour = (scenario.start_hour_utc - scenario.warm_up_hours) % HOURS_OF_DAY
+    start_hour = scenario.start_hour_utc - scenario.warm_up_hours  # before Monday, where it is negative
     for kind in scenario.machines:
         for number in range(kind.count):
             rng = random.Random(f"{seed} {kind.name} {number}")

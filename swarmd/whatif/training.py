@@ -26,13 +26,14 @@ from swarmd.plan.runs.synchronisation import (
 from swarmd.values import Decision, PeerId
 from swarmd.whatif.geography import AccessLine, Geography, draw_line
 from swarmd.whatif.presence import HOUR_S, draw_stays
-from swarmd.whatif.scenario import AvailabilityTrace, MachineKind, Scenario, TrainingScenario
+from swarmd.whatif.scenario import AvailabilityTrace, MachineKind, Scenario, ServedModel, TrainingScenario
 from swarmd.whatif.simulation import draw_place
+from swarmd.whatif.speeds import PREFILL_SHARE_OF_PEAK, block_speed
 
 FLOPS_PER_PARAMETER = 6.0  # of a token, forward and backward
 TRAIN_SHARE = 0.3  # of arithmetic that training reaches on cards and processors
 MOST_DEALT = 64  # machines into stages: each try is some matchings
-STAGE_TRIES = 500  # of a deal: some seconds
+STAGE_TRIES = 300  # of a deal: some seconds
 PARAMETERS_PER_WIDTH = 300.0  # a model's parameters by its width squared: 12 times 24 blocks, about
 MOST_MEMBERS = 256  # that a round is planned for here: more train in groups
 
@@ -73,7 +74,7 @@ def answer_training(
                 down_bytes_per_s=line.down_bytes_per_s,
             )
             members.append(member)
-            rates.append(_samples_per_s(kind, run))
+            rates.append(_samples_per_s(kind, run, scenario.models[0]))
             lines.append(line)
     if not members:
         return TrainingAnswer(run.name, 0, (), None)
@@ -111,10 +112,14 @@ def _deal_stages(run: TrainingScenario, lines: Sequence[AccessLine], geography: 
     return f"{run.stages} stages of {n // run.stages} machines: {found.reason}"
 
 
-def _samples_per_s(kind: MachineKind, run: TrainingScenario) -> float:
+def _samples_per_s(kind: MachineKind, run: TrainingScenario, model: ServedModel) -> float:
+    """By the data sheet; of a machine that was measured by how fast it computes a prompt of ``model``."""
     flops = FLOPS_PER_PARAMETER * run.parameters * run.tokens_per_sample
-    tflops = kind.tflops or 2e-9 / (kind.block_ms or 1.0)
-    return TRAIN_SHARE * tflops * 1e12 / flops
+    flops_per_s = TRAIN_SHARE * kind.tflops * 1e12
+    if not flops_per_s:
+        prompt_flops_per_s = 2 * model.block_parameters / block_speed(kind, model).prefill_s
+        flops_per_s = prompt_flops_per_s * TRAIN_SHARE / PREFILL_SHARE_OF_PEAK
+    return flops_per_s / flops
 
 
 def _lines_of_present(

@@ -79,6 +79,11 @@ def test_a_picture_is_drawn(small: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_scenario_may_begin_with_a_mark_of_its_encoding_and_have_any_name(small: Path) -> None:
+    small.write_text(SMALL.replace("hours = 1\n", "hours = 1\nname = 'a$\\frac{x$'\n"), encoding="utf-8-sig")
+    plan("what-if", str(small), "--no-one-more", "--plot", str(small.with_suffix(".png")))
+
+
 def test_what_is_wrong_is_said_before_anything_is_computed(small: Path) -> None:
     with pytest.raises(ConfigError, match=r"ends in \.png"):
         plan("what-if", str(small), "--plot", "hours.jpg")

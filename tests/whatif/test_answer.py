@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
 from swarmd.plan.chains.routing import HOP_OVERHEAD_S
 from swarmd.protocol.wire.tensors import token_bytes
 from swarmd.train.synchronisation import codec_traffic
+from swarmd.values import Span
 from swarmd.whatif.answer import answer_scenario
+from swarmd.whatif.clock import VirtualClock
+from swarmd.whatif.geography import Geography, draw_line
+from swarmd.whatif.presence import Stay
 from swarmd.whatif.scenario import Habit, LinkKind, MachineKind, Scenario, ServedModel, TrainingScenario
-from swarmd.whatif.sessions import SUSPECT_AFTER_S
+from swarmd.whatif.servers import ServerPool
+from swarmd.whatif.sessions import SUSPECT_AFTER_S, ModelledSessions
 from swarmd.whatif.simulation import run_once
 from tests.whatif.scenarios import CARD, LINE, MODEL, TALK, scenario
 
@@ -151,3 +158,73 @@ def test_machines_of_a_run_in_stages_are_dealt_by_their_links() -> None:
     too_few = msgspec.structs.replace(wanted, machines=kinds[:1], training=(msgspec.structs.replace(run, stages=8),))
     (none,) = answer_scenario(too_few, {}, codec_traffic("float32")).training
     assert none.stages == "4 machines are too few for 8 stages"
+
+
+def test_a_conversation_that_no_server_has_room_for_is_refused_and_counted() -> None:
+    long = msgspec.structs.replace(TALK_HERE, prompt_tokens=500_000)
+    answer = answer_scenario(scenario((HERE,), (long,)), {})
+    assert answer.load is not None
+    assert answer.load.n_refused == answer.load.n_begun > 0
+    assert any("found no room" in limit for limit in answer.models[0].limits)
+
+
+def test_a_chain_that_passes_a_server_twice_leaves_nothing_behind() -> None:
+    """Fast cards with some blocks, and a slow box that holds all: chains enter it before and behind a card."""
+    card = change_card(name="card", count=2, memory_gb=1.3, block_ms=0.5, places={"here": 1.0})
+    box = change_card(name="box", count=1, block_ms=40, places={"here": 1.0})
+    asked = scenario((box, card), (msgspec.structs.replace(TALK_HERE, sessions_per_hour=200),), hours=1)
+    seen: dict[str, int] = {}
+    twice = 0
+    clock = VirtualClock()
+    geography = Geography(asked)
+    pool = ServerPool(asked, geography, clock, random.Random(1))
+    rng = random.Random(2)
+    for kind in asked.machines:
+        for _ in range(kind.count):
+            pool.add(kind, draw_line(LINE, "here", rng), [Stay(0.0, 9_000.0, False)])
+    sessions = ModelledSessions(asked, pool, geography, clock, random.Random(3), 0.0)
+    clock.run(600)
+    middle = Span(3, 5)
+    for server in pool.servers.values():  # the cards hold the middle, so that chains come back to the box
+        if server.kind.name == "card" and server.record is not None:
+            server.span = middle
+            server.record = msgspec.structs.replace(server.record, start=middle.start, end=middle.end)
+            pool._announce(server, server.record)
+    for number in range(20):
+        clock.run(600 + 2 * number)
+        sessions.begin(asked.load[0], draw_line(LINE, "here", rng))
+        for peer, open_here in sessions._through.items():
+            twice += len(open_here) > len(sessions._sessions_at(peer))
+    clock.run(3_000)
+    assert twice > 0, "else this shows nothing"
+    for server in pool.servers.values():
+        seen[server.peer] = server.n_decoding
+        assert server.cache.free_tokens == server.cache.total_tokens
+    assert set(seen.values()) == {0}
+
+
+def test_a_model_without_holders_is_rescued_by_a_machine_that_it_fits() -> None:
+    large = ServedModel("large", blocks=4, block_parameters=3e9, hidden=1024, cache_numbers=1024)
+    kinds = (
+        change_card(name="small", count=4),
+        change_card(name="server", count=2, memory_gb=60, serves="large", habit="leaves"),
+        change_card(name="wide", count=3, memory_gb=60, habit="comes"),
+    )
+    habits = (Habit("leaves", hours="20:00-1:00"), Habit("comes", hours="23:40-24:00, 0:00-12:00"))
+    run = run_once(scenario(kinds, (), habits, models=(MODEL, large), hours=4), {}, 1)
+    assert run.models["large"].rarest[-1] > 0
+    assert run.models["toy"].rarest[-1] > 0
+
+
+def test_days_of_the_week_are_those_of_the_scenario() -> None:
+    habit = Habit("weekend", hours="sat, sun")
+    run = run_once(scenario((change_card(habit=habit.name),), (), (habit,), hours=168), {}, 1)
+    by_day = run.models["toy"].n_online.reshape(7, -1).mean(axis=1)
+    assert [round(online) for online in by_day] == [0, 0, 0, 0, 0, 1, 1]
+
+
+def test_training_by_machines_that_were_measured_is_as_fast_as_they_are() -> None:
+    run = TrainingScenario("tune", parameters=1e8, tokens_per_sample=256, batch=256)
+    wanted = msgspec.structs.replace(scenario((change_card(count=2, prefill_ms=0.02),)), training=(run,))
+    (answer,) = answer_scenario(wanted, {}, codec_traffic("float32")).training
+    assert 1 < answer.predictions[0].samples_per_s < 1_000

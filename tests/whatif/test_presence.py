@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
+
 from swarmd.whatif.presence import HOUR_S, draw_stays
 from swarmd.whatif.scenario import AvailabilityTrace, Habit, read_trace
 
@@ -57,3 +59,10 @@ def test_a_trace_of_nobody_gives_no_stay() -> None:
         metadata=read_trace('{"metadata": {"gap_seconds": 9}, "data": [0, 0]}', "x").metadata, data=(0, 0)
     )
     assert not draw_stays(Habit("never", trace="x"), trace, 0, 0, DAY_S, random.Random(1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_takes_its_hours_early_does_not_leave_before_they_end(seed: int) -> None:
+    always = Habit("always", hours="0:00-24:00", jitter_h=3)
+    (stay,) = draw_stays(always, None, 0, -2, DAY_S, random.Random(seed))
+    assert (stay.start_s, stay.end_s) == (0, DAY_S)

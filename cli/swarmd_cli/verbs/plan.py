@@ -61,7 +61,7 @@ def what_if(
 
     def read(path: object) -> str:
         try:
-            return Path(str(path)).read_text(encoding="utf-8")
+            return Path(str(path)).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
 
@@ -141,6 +141,9 @@ def _show_load(load: LoadAnswer) -> None:
     parts = ", ".join(f"{name} {100 * share:.0f} %" for name, share in load.parts.items())
     print(f"a token's time: {parts}")
     lost = f"{load.n_lost} of {load.n_begun} conversations lost, {load.n_lost_while_held} while all blocks had holders"
+    under_way = load.n_begun - load.n_done - load.n_lost - load.n_refused
+    if load.n_refused or under_way:
+        print(f"{load.n_refused} found no room in caches; {under_way} had not ended ten minutes after the last hour")
     print(f"{lost}; {count(load.n_repairs, 'repair')}, {100 * load.replayed_share:.2f} % of the tokens computed again")
 
 
@@ -197,7 +200,7 @@ def _save_plot(answer: WhatIfAnswer, path: Path) -> None:
         other.plot(hours, model.tokens_per_s_by_hour, color="#c0504d", label="tokens/s of all streams")
         other.set_ylim(bottom=0)
         other.set_ylabel("tokens/s")
-        axes.set_title(f"{answer.name}: {model.name}")
+        axes.set_title(f"{answer.name}: {model.name}", parse_math=False)
         lines = axes.get_legend_handles_labels()
         more = other.get_legend_handles_labels()
         axes.legend(lines[0] + more[0], lines[1] + more[1], loc="lower left", fontsize=8)

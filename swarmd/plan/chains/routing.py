@@ -112,17 +112,19 @@ class Ways:
     """Chains with a hole in them, for a server that would fill it. By block, one more than there are blocks.
 
     ``enter`` [block]: seconds until all before it are computed and it is reached; ``leave`` [block]: from it on to the
-    client with all from there on computed. ``cost_s``: the cheapest chain without it.
+    client with all from there on computed. ``cost_s``: the cheapest chain without it; ``block_s``: what a block takes
+    there. Chains that would pass it twice are not among them.
     """
 
     enter: Floats
     leave: Floats
     cost_s: float
+    block_s: float
 
-    def with_span(self, start: int, end: int, block_s: float) -> float:
+    def with_span(self, start: int, end: int) -> float:
         """The cost of the cheapest chain, if the server held these blocks (counted from the query's first)."""
         blocks = np.arange(start, end + 1)
-        computing = (blocks[None, :] - blocks[:, None]) * block_s
+        computing = (blocks[None, :] - blocks[:, None]) * self.block_s
         through = self.enter[blocks][:, None] + computing + self.leave[blocks][None, :] + HOP_OVERHEAD_S
         through[computing <= 0] = np.inf
         return min(self.cost_s, float(through.min()))
@@ -135,7 +137,8 @@ def find_ways(query: RouteQuery, me: SpanRecord) -> Ways:
     blocks = query.blocks
     usable = sorted((s for s in query.spans if s.start < blocks.end and s.end > blocks.start), key=lambda s: s.start)
     trips = _trip_table(query, [*usable, me])
-    block_s = _bound_claims(np.array([pass_s(s) / (s.end - s.start) for s in [*usable, me]]))[:-1]
+    *others_s, my_block_s = _bound_claims(np.array([pass_s(s) / (s.end - s.start) for s in [*usable, me]]))
+    block_s = np.array(others_s)
     entry = _entry_s(usable, query.cache_tokens, query.now)
     starts = np.array([s.start for s in usable], dtype=int)
     ends = np.array([s.end for s in usable], dtype=int)
@@ -148,7 +151,7 @@ def find_ways(query: RouteQuery, me: SpanRecord) -> Ways:
     enter = np.concatenate([[trips.first[-1]], (forwards + to_me).min(1, initial=np.inf)])
     leave = np.concatenate([(backwards + to_me).min(1, initial=np.inf), [trips.last[-1]]])
     cost_s = float((forwards[-1] + trips.last[:-1]).min(initial=np.inf))
-    return Ways(enter, leave, cost_s)
+    return Ways(enter, leave, cost_s, float(my_block_s))
 
 
 def _walk_costs(covers: NDArray[np.bool_], between: Floats, first: Floats, entry: Floats, block_s: Floats) -> Floats:

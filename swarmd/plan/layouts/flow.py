@@ -118,7 +118,9 @@ class _Program:
                 row = [(self._column[i, block], -1.0)]
                 if block > span.start:
                     row.append((self._column[i, block - 1], 1.0))
-                    row += [(column, -1.0) for column in leaving.get((i, block), ())]
+                    handed_over = [(column, 1.0) for column in leaving.get((i, block), ())]
+                    row += [(column, -1.0) for column, _ in handed_over]
+                    self._below.append(([*handed_over, (self._column[i, block - 1], -1.0)], 0.0))
                 row += [(column, 1.0) for column in entering.get((i, block), ())]
                 self._equal.append(row)
             if span.end < self._n_blocks:

@@ -20,7 +20,6 @@ from swarmd.plan.chains.routing import (
     TripsOf,
     find_ways,
     list_promising,
-    pass_s,
 )
 from swarmd.plan.links.coordinates import NetworkPoint, read_point_untrusted
 from swarmd.protocol.membership.records import SpanRecord
@@ -109,8 +108,7 @@ def _try_spans(around: Surroundings, me: SpanRecord, spans: Sequence[Span]) -> l
     for point in _list_places(around):
         query = RouteQuery(others, Span(0, around.n_blocks), PeerId(""), around.trips, client_point=point)
         ways.append(find_ways(replace(query, spans=list_promising(query, MOST_COMPARED, N_FOR_A_BLOCK)), there))
-    block_s = pass_s(there) / len(spans[0])
-    return [sum(way.with_span(span.start, span.end, block_s) for way in ways) / len(ways) for span in spans]
+    return [sum(way.with_span(span.start, span.end) for way in ways) / len(ways) for span in spans]
 
 
 def _list_places(around: Surroundings) -> list[NetworkPoint]:

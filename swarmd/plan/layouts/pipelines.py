@@ -59,7 +59,7 @@ def arrange_stages(
     ``draw``: numbers in [0, 1); the same ones give the same deal.
     """
     n = len(links.delay_s)
-    if n % n_stages:
+    if n % n_stages or not n:
         raise ValueError(f"{n} machines into {n_stages} stages: expected as many in each")
     starts = [_deal_together(links, n_stages), _deal_across(links, n_stages)]
     deal = min((_Deal(links, n_stages, stage_of) for stage_of in starts), key=_Deal.seconds)
@@ -147,6 +147,8 @@ def _find_groups(links: PipelineLinks) -> list[list[int]]:
     from scipy.sparse.csgraph import connected_components
 
     seconds = links.hand_over_s()
+    if len(seconds) == 1:
+        return [[0]]
     np.fill_diagonal(seconds, np.nan)
     nearest, farthest = np.nanmin(seconds, axis=1), np.nanmax(seconds, axis=1)
     is_near = seconds <= NEAR_TIMES * np.minimum(nearest[:, None], nearest[None, :])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 DIMENSIONS = 3  # of the core: two are the globe's surface, a third takes what does not fit it
 LEAST_HEIGHT_MS = 0.1  # of an access line: none is shorter
 WORST_ERROR = 1.5  # relative, of a point that is not known yet
+LEAST_ERROR = 0.1  # that anybody is believed to have: nobody is sure to pull all others
 STEP = 0.25  # of what lacks, in one observation (Vivaldi's c_c and c_e)
 ROUNDS = 8  # over all observations, each time: a point settles within some, and then hardly moves
-LARGEST_MS = 10_000.0  # no point is farther from the middle: a round trip round the earth by satellite takes 2,000
+LARGEST_MS = 2_000.0  # no point is farther from the middle: a round trip round the earth by satellite takes as much
 MOVED_MS = 5.0  # a shorter way is no news
 NO_WAY_MS = 1e-6  # between two points at the same place
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # heights of directions that never repeat
@@ -62,15 +63,20 @@ def read_point_untrusted(numbers: Sequence[float]) -> NetworkPoint | None:
     x, y, z, height, error = numbers
     if max(abs(x), abs(y), abs(z), height) > LARGEST_MS or height < 0 or error < 0:
         return None
-    return NetworkPoint((x, y, z), max(LEAST_HEIGHT_MS, height), min(WORST_ERROR, max(0.01, error)))
+    return NetworkPoint((x, y, z), max(LEAST_HEIGHT_MS, height), min(WORST_ERROR, max(LEAST_ERROR, error)))
 
 
 def locate(start: NetworkPoint, observations: Sequence[Observation]) -> NetworkPoint:
     """Move a point so that it predicts what was measured. Without observations it stays.
 
     Each observation is a spring between two points: too long, it pulls; too short, it pushes, and lifts the height.
-    Who is sure of its point moves less than who is not.
+    Who is sure of its point moves less than who is not. No observation moves it by more than a part of what was
+    measured: who claims to be at the end of the world pulls as much as anybody else. A point that is not known yet
+    begins beside the nearest one.
     """
+    if start.error == WORST_ERROR and observations:
+        nearest = min(observations, key=lambda seen: seen.round_trip_ms)
+        start = replace(start, position=nearest.point.position)
     x, y, z = start.position
     height = start.height
     error = start.error
@@ -81,9 +87,9 @@ def locate(start: NetworkPoint, observations: Sequence[Observation]) -> NetworkP
         way = (x - other.position[0], y - other.position[1], z - other.position[2])
         distance = math.hypot(*way)
         whole = distance + height + other.height
-        lacking = measured - whole
+        lacking = min(measured, max(-measured, measured - whole))
         weight = error / max(error + other.error, 1e-9)
-        error = min(WORST_ERROR, max(0.01, error + STEP * weight * (abs(lacking) / measured - error)))
+        error = min(WORST_ERROR, max(LEAST_ERROR, error + STEP * weight * (abs(lacking) / measured - error)))
         force = STEP * weight * lacking
         if distance < NO_WAY_MS:
             way, distance = _direction(number), 1.0

@@ -95,3 +95,11 @@ def test_a_search_moves_no_more_machines_than_it_may_and_never_loses() -> None:
     assert sum(a != b for a, b in zip(found.action, start, strict=True)) <= 2
     assert max_flow(machines, found.action, 12) >= before
     assert all(len(s) <= m.most_blocks for s, m in zip(found.action, machines, strict=True))
+
+
+def test_a_machine_hands_on_only_what_it_has_computed() -> None:
+    """A slow one between two fast ones is no relay: all that passes over its links it has to compute."""
+    machines = [LayoutMachine((100.0,)), LayoutMachine((2.0, 1.0)), LayoutMachine((100.0,))]
+    links = np.zeros((3, 3))
+    links[0, 1] = links[1, 2] = 50.0
+    assert max_flow(machines, spans((0, 1), (0, 2), (1, 2)), 2, links) == pytest.approx(2.0)

@@ -12,7 +12,7 @@ import pytest
 
 from swarmd.errors import NoRoute
 from swarmd.plan.chains.placement import choose_span, holders_of, rank_placement
-from swarmd.plan.chains.routing import RouteQuery, best_route, find_ways, pass_s
+from swarmd.plan.chains.routing import RouteQuery, best_route, find_ways
 from swarmd.plan.layouts.nearness import (
     LEEWAY,
     NEARER_S,
@@ -138,4 +138,4 @@ def test_ways_through_a_server_cost_what_routes_say(seed: int) -> None:
             cost_s = best_route(replace(query, spans=[*spans, there])).cost_s
         except NoRoute:
             cost_s = math.inf
-        assert ways.with_span(start, start + 3, pass_s(me) / 3) == pytest.approx(cost_s)
+        assert ways.with_span(start, start + 3) == pytest.approx(cost_s)
