@@ -77,6 +77,7 @@ class ModelledServer:
     stored: set[tuple[str, int]] = field(default_factory=set)
     agreed: tuple[Span, int] | None = None
     is_moving: bool = False
+    sought_at: int = -1  # how many changes there were when it last looked for a shorter way in vain
     turn: int = 0  # what was planned for an earlier turn does not happen in a later one
     point: NetworkPoint = field(default_factory=NetworkPoint)
 
@@ -111,6 +112,7 @@ class ServerPool:
         self._records: dict[PeerId, SpanRecord] = {}
         self._serving: dict[str, list[SpanRecord]] = {}
         self._speeds: dict[tuple[str, str], BlockSpeed] = {}
+        self._n_changes = 0  # of who holds what
         self._rescue_looks: dict[str, int] = {}
         self._models = {model.name: (model.name, model.blocks) for model in scenario.models}
 
@@ -286,6 +288,7 @@ class ServerPool:
         record = server.record
         was_online = server.is_online
         server.record = None
+        self._n_changes += 1
         server.agreed = None
         server.is_moving = False
         server.turn += 1
@@ -323,6 +326,9 @@ class ServerPool:
             return
         record = self._rng.choice(movable)
         server = self.servers[PeerId(record.peer)]
+        if server.sought_at == self._n_changes:
+            return  # it has looked since anything changed
+        server.sought_at = self._n_changes
         nearer = choose_nearer_span(self._look_around(server, records, n_blocks), record).action
         if nearer is not None:
             self._move(server, model, nearer)
@@ -364,6 +370,8 @@ class ServerPool:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def _announce(self, server: ModelledServer, record: SpanRecord | None) -> None:
+        if _place_of(record) != _place_of(server.record):
+            self._n_changes += 1
         server.record = record
         if record is None:
             self._records.pop(server.peer, None)
@@ -417,3 +425,7 @@ class ServerPool:
                 trips[record.peer] = 2e3 * self._geography.trip_s(server.line, other.line)
         nearest = sorted(trips, key=trips.__getitem__)[:ROUND_TRIPS_IN_RECORD]
         return {peer: trips[peer] for peer in nearest}
+
+
+def _place_of(record: SpanRecord | None) -> tuple[str, int, int, str] | None:
+    return None if record is None else (record.model, record.start, record.end, record.state)

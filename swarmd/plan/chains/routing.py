@@ -109,29 +109,32 @@ def best_alternative(chosen: Route, query: RouteQuery) -> Route | None:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Chains with a hole in them, for a server that would fill it. By block, one more than there are blocks.
+    """Chains of some users with a hole in them, for a server that would fill it. There is one block more than blocks.
 
-    ``enter`` [block]: seconds until all before it are computed and it is reached; ``leave`` [block]: from it on to the
-    client with all from there on computed. ``cost_s``: the cheapest chain without it; ``block_s``: what a block takes
-    there. Chains that would pass it twice are not among them.
+    ``enter`` [user, block]: seconds until all before it are computed and it is reached; ``leave`` [user, block]: from
+    it on to the user with all from there on computed. ``cost_s`` [user]: the cheapest chain without it; ``block_s``:
+    what a block takes there. Chains that would pass it twice are not among them.
     """
 
     enter: Floats
     leave: Floats
-    cost_s: float
+    cost_s: Floats
     block_s: float
 
     def with_span(self, start: int, end: int) -> float:
-        """The cost of the cheapest chain, if the server held these blocks (counted from the query's first)."""
+        """The mean cost of the cheapest chains, if the server held these blocks (counted from the query's first)."""
         blocks = np.arange(start, end + 1)
-        computing = (blocks[None, :] - blocks[:, None]) * self.block_s
-        through = self.enter[blocks][:, None] + computing + self.leave[blocks][None, :] + HOP_OVERHEAD_S
-        through[computing <= 0] = np.inf
-        return min(self.cost_s, float(through.min()))
+        computing = (blocks[None, :] - blocks[:, None]) * self.block_s + HOP_OVERHEAD_S
+        computing[blocks[None, :] <= blocks[:, None]] = np.inf
+        through = self.enter[:, blocks, None] + computing + self.leave[:, None, blocks]
+        return float(np.minimum(self.cost_s, through.min((1, 2))).mean())
 
 
-def find_ways(query: RouteQuery, me: SpanRecord) -> Ways:
-    """Find what chains cost up to a server, and from it on, whichever blocks it held. It is none of the query's."""
+def find_ways(query: RouteQuery, me: SpanRecord, users: Sequence[NetworkPoint]) -> Ways:
+    """Find what chains cost up to a server, and from it on, whichever blocks it held. It is none of the query's.
+
+    ``users``: where those are whose chains count; nobody has measured a trip to them.
+    """
     # The walk of ``_cheapest_route`` forwards, and once more from the last block to the first: trips are the same both
     # ways. What a chain through the server costs is then a sum, for all blocks that it could hold.
     blocks = query.blocks
@@ -146,24 +149,29 @@ def find_ways(query: RouteQuery, me: SpanRecord) -> Ways:
     covers = (starts[None, :] <= numbers[:, None]) & (numbers[:, None] < ends[None, :])
     between = trips.between[:-1, :-1]
     to_me = trips.between[:-1, -1]
-    forwards = _walk_costs(covers, between, trips.first[:-1], entry, block_s)
-    backwards = _walk_costs(covers[::-1], between, trips.last[:-1], entry, block_s)[::-1]
-    enter = np.concatenate([[trips.first[-1]], (forwards + to_me).min(1, initial=np.inf)])
-    leave = np.concatenate([(backwards + to_me).min(1, initial=np.inf), [trips.last[-1]]])
-    cost_s = float((forwards[-1] + trips.last[:-1]).min(initial=np.inf))
+    points = [read_point_untrusted(s.point) for s in [*usable, me]]
+    to_users = np.nan_to_num(trip_table_s(users, points), nan=DEFAULT_TRIP_S)
+    forwards = _walk_costs(covers, between, to_users[:, :-1], entry, block_s)
+    backwards = _walk_costs(covers[::-1], between, to_users[:, :-1], entry, block_s)[::-1]
+    enter = np.vstack([to_users[:, -1], (forwards + to_me).min(2, initial=np.inf)]).T
+    leave = np.vstack([(backwards + to_me).min(2, initial=np.inf), to_users[:, -1]]).T
+    cost_s: Floats = (forwards[-1] + to_users[:, :-1]).min(1, initial=np.inf)
     return Ways(enter, leave, cost_s, float(my_block_s))
 
 
 def _walk_costs(covers: NDArray[np.bool_], between: Floats, first: Floats, entry: Floats, block_s: Floats) -> Floats:
-    """The least cost of having computed all blocks up to each, the last of them on each server [blocks, servers]."""
-    costs = np.full(covers.shape, np.inf)
+    """The least cost of having computed all blocks up to each, the last of them on each server.
+
+    ``covers`` [blocks, servers], ``first`` [users, servers]; returns [blocks, users, servers].
+    """
+    costs = np.full((len(covers), *first.shape), np.inf)
     for number, holds in enumerate(covers):
         entering = first + entry
-        staying = np.full(len(entry), np.inf)
+        staying = np.full(first.shape, np.inf)
         if number:
-            before = np.flatnonzero(np.isfinite(costs[number - 1]))
-            arriving = costs[number - 1, before, None] + between[before]
-            entering = arriving.min(0, initial=np.inf) + entry
+            before = np.flatnonzero(covers[number - 1])
+            arriving = costs[number - 1][:, before, None] + between[before]
+            entering = arriving.min(1, initial=np.inf) + entry
             staying = costs[number - 1]
         costs[number] = np.where(holds, np.minimum(entering, staying) + block_s, np.inf)
     return costs

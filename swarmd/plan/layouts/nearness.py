@@ -104,11 +104,16 @@ def _try_spans(around: Surroundings, me: SpanRecord, spans: Sequence[Span]) -> l
     there = msgspec.structs.replace(me, start=0, end=len(spans[0]), n_decoding=0)
     if around.point is not None:
         there = msgspec.structs.replace(there, point=around.point.numbers())
-    ways = []
-    for point in _list_places(around):
-        query = RouteQuery(others, Span(0, around.n_blocks), PeerId(""), around.trips, client_point=point)
-        ways.append(find_ways(replace(query, spans=list_promising(query, MOST_COMPARED, N_FOR_A_BLOCK)), there))
-    return [sum(way.with_span(span.start, span.end) for way in ways) / len(ways) for span in spans]
+    places = _list_places(around)
+    query = RouteQuery(others, Span(0, around.n_blocks), PeerId(""), around.trips)
+    promising: dict[tuple[str, int], SpanRecord] = {}
+    for point in places:
+        for record in list_promising(replace(query, client_point=point), MOST_COMPARED, N_FOR_A_BLOCK):
+            promising[record.peer, record.slot] = record
+        if len(others) <= MOST_COMPARED:
+            break  # all of them, wherever users are
+    ways = find_ways(replace(query, spans=list(promising.values())), there, places)
+    return [ways.with_span(span.start, span.end) for span in spans]
 
 
 def _list_places(around: Surroundings) -> list[NetworkPoint]:
