@@ -125,12 +125,8 @@ class TripSwarm:
         holders = holders_of(records)
         span = choose_span(holders, self.n_blocks, server.n_fit, server.blocks_per_s).action
         if self.is_near:
-            me = SpanRecord(
-                server.peer, 0, 0, 0, (), model="m", decode_tokens_per_s=server.blocks_per_s / server.n_fit,
-                free_cache_tokens=10**6,
-            )  # fmt: skip
             around = Surroundings(records, self.n_blocks, {}, server.point)
-            near = choose_near_span(around, holders, me, server.n_fit, server.blocks_per_s)
+            near = choose_near_span(around, holders, (PeerId(server.peer), 0), span, server.blocks_per_s)
             span = near.action if near else span
         self.hold(server, span)
 

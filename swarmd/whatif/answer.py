@@ -11,19 +11,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from swarmd.plan.chains.placement import TARGET_REDUNDANCY
+from swarmd.plan.chains.placement import DAY_S, TARGET_REDUNDANCY
 from swarmd.plan.layouts.flow import LayoutMachine, max_flow
 from swarmd.plan.layouts.search import fill_chain, improve
 from swarmd.plan.runs.synchronisation import CodecTraffic
 from swarmd.values import Span, ranges
+from swarmd.whatif.presence import HOUR_S
 from swarmd.whatif.scenario import AvailabilityTrace, Scenario, ServedModel
 from swarmd.whatif.simulation import SAMPLE_S, ModelSamples, SimulatedRun, run_once
 from swarmd.whatif.speeds import block_bytes, count_fitting
 from swarmd.whatif.training import TrainingAnswer, answer_training
 
 PERCENTILES = (5, 50, 95)  # of what users feel: the unlucky, the usual, the lucky
-SAMPLES_PER_HOUR = int(3_600 / SAMPLE_S)  # of each run
-DAY_S = 86_400.0  # one day
+SAMPLES_PER_HOUR = int(HOUR_S / SAMPLE_S)  # of each run
 MOST_LAID_OUT = 100  # machines, whose layout is compared with a better one: each try is a linear program
 LAYOUT_TRIES = 300  # of a search, from each of two layouts: some seconds
 MOST_COLUMNS = 300_000  # of all tries' programs together, so that it stays with some seconds
@@ -105,7 +105,7 @@ def answer_scenario(
     for number in range(scenario.runs):
         on_progress(f"run {number + 1} of {scenario.runs}")
         runs.append(run_once(scenario, traces, scenario.seed + number))
-    days = scenario.hours * 3_600 / DAY_S
+    days = scenario.hours * HOUR_S / DAY_S
     leaves: Counter[tuple[str, bool]] = Counter()
     for run in runs:
         leaves.update(run.n_leaves)

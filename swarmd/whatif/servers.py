@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from swarmd.plan.chains.announcement import ROUND_TRIPS_IN_RECORD, ServerLoad, is_news
+from swarmd.plan.chains.announcement import ServerLoad, choose_round_trips_ms, find_neighbours, is_news
 from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.placement import (
     MAX_MOVES_PER_DAY,
@@ -28,6 +28,7 @@ from swarmd.plan.chains.placement import (
     holders_of,
 )
 from swarmd.plan.chains.routing import gather_trips
+from swarmd.plan.chains.view import coverage
 from swarmd.plan.layouts.flow import LayoutMachine
 from swarmd.plan.layouts.nearness import Surroundings, choose_near_span, choose_nearer_span
 from swarmd.plan.links.coordinates import WORST_ERROR, NetworkPoint, Observation, has_moved, locate
@@ -104,7 +105,6 @@ class ServerPool:
         self._fetched_bytes = 0.0
         self._n_leaves: Counter[tuple[str, bool]] = Counter()
         self.on_gone: Callable[[ModelledServer, bool], None] = lambda server, is_crash: None
-        self.on_online: Callable[[ModelledServer], None] = lambda server: None
         self._scenario = scenario
         self._geography = geography
         self._clock = clock
@@ -145,13 +145,10 @@ class ServerPool:
             self._serving[model] = online
         return self._serving[model]
 
-    def coverage(self, model: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def coverage(self, model: str) -> list[int]:
         """Count for each block of a model the servers that really hold it now."""
-        counts = np.zeros(self._models[model][1], dtype=np.int64)
-        for server in self.servers.values():
-            if server.is_online and server.model == model and server.span is not None:
-                counts[server.span.start : server.span.end] += 1
-        return counts
+        records = [server.record for server in self.servers.values() if server.record is not None]
+        return coverage(records, ModelId(model), self._models[model][1])
 
     def layout(self, model: str) -> tuple[list[LayoutMachine], list[Span]]:
         """Who serves a model now: what each would pass through by how many blocks it held, and what it holds."""
@@ -228,11 +225,10 @@ class ServerPool:
         usual = float(np.median([h.blocks_per_s for h in holders])) if holders else 1.0
         span = choose_span(holders, n_blocks, fits[name], usual).action
         if fits[name] < n_blocks:
-            me = SpanRecord(
-                server.peer, 0, 0, 0, (), model=name, decode_tokens_per_s=usual / fits[name], free_cache_tokens=1
-            )
             server.point = self.locate(server.line, server.point, self._rng)
-            near = choose_near_span(self._look_around(server, of_model, n_blocks), holders, me, fits[name], usual)
+            near = choose_near_span(
+                self._look_around(server, of_model, n_blocks), holders, (server.peer, 0), span, usual
+            )
             span = near.action if near is not None else span
         return name, span
 
@@ -264,7 +260,6 @@ class ServerPool:
         server.announced = ServerLoad(n_tokens, 0)
         server.point = self.locate(server.line, server.point, self._rng)
         self._announce(server, self._make_record(server, "online"))
-        self.on_online(server)
 
     def _leave(self, server: ModelledServer, is_crash: bool) -> None:
         if not server.is_there:
@@ -416,15 +411,12 @@ class ServerPool:
     def _measure_neighbours(self, server: ModelledServer) -> dict[str, float]:
         """What it has measured to those that are likely before or behind it in a chain: the nearest of them."""
         assert server.span is not None
-        trips = {}
-        for record in self._records.values():
-            is_before = record.start <= server.span.start - 1 < record.end
-            is_behind = record.start <= server.span.end < record.end
-            if record.model == server.model and (is_before or is_behind) and record.peer != server.peer:
-                other = self.servers[PeerId(record.peer)]
-                trips[record.peer] = 2e3 * self._geography.trip_s(server.line, other.line)
-        nearest = sorted(trips, key=trips.__getitem__)[:ROUND_TRIPS_IN_RECORD]
-        return {peer: trips[peer] for peer in nearest}
+        neighbours = find_neighbours(self._records.values(), ModelId(server.model), server.span) - {server.peer}
+        round_trips_s = {}
+        for peer in self._records:
+            if peer in neighbours:
+                round_trips_s[peer] = 2 * self._geography.trip_s(server.line, self.servers[peer].line)
+        return {str(peer): ms for peer, ms in choose_round_trips_ms(round_trips_s, neighbours).items()}
 
 
 def _place_of(record: SpanRecord | None) -> tuple[str, int, int, str] | None:

@@ -154,11 +154,10 @@ class ModelledSessions:
             return
         self._join(session, route, model)
         history = session.prompt_tokens + int(session.made)
-        if session.first_token_s is None:
-            self._resume_after(session, self._prefill_s(session, route.hops, history), is_first=True)
-        else:
+        is_first = session.first_token_s is None
+        if not is_first:
             self.tally.replayed_tokens += history
-            self._resume_after(session, self._prefill_s(session, route.hops, history))
+        self._resume_after(session, self._prefill_s(session, route.hops, history), is_first)
 
     def _find_route(self, session: ModelledSession, blocks: Span, previous: PeerId | None = None) -> Route:
         spans = self._pool.serving(session.load.model)
@@ -240,7 +239,7 @@ class ModelledSessions:
             return
         if self._is_counted(session):
             self.tally.n_lost += 1
-            if self._pool.coverage(session.load.model).min() > 0:
+            if min(self._pool.coverage(session.load.model)) > 0:
                 self.tally.n_lost_while_held += 1
 
     # --- computing ---------------------------------------------------------------------------------------------------
@@ -335,11 +334,10 @@ class ModelledSessions:
         server = self._pool.servers[hop.peer]
         speed = self._pool.speed(server)
         n_blocks = len(hop.span)
-        others = [s for s in self._through[hop.peer].values() if s is not session and s.updated_s != math.inf]
-        arriving = sum(1 / s.token_s for s in others if s.token_s > 0)
+        n_others, arriving = self._count_decoding(hop.peer, besides=session)
         first_s = speed.pass_s(n_blocks, 1)
         row_s = n_blocks * speed.row_s
-        most_rows = 1.0 + len(others)
+        most_rows = 1.0 + n_others
         rows = most_rows
         if arriving * row_s < 1:
             rows = min(most_rows, (1 + arriving * (first_s - row_s)) / (1 - arriving * row_s))
@@ -347,11 +345,15 @@ class ModelledSessions:
         busy = min(1.0, arriving * pass_s / max(1.0, rows))
         return pass_s, busy * pass_s / 2
 
-    def _busy_share(self, hop: Hop) -> float:
-        """The share of its time that a server computes decode passes."""
+    def _count_decoding(self, peer: PeerId, besides: ModelledSession) -> tuple[int, float]:
+        """How many other sessions decode at a server, and how many of their rows come in a second."""
+        others = [s for s in self._through[peer].values() if s is not besides and s.updated_s != math.inf]
+        return len(others), sum(1 / s.token_s for s in others if s.token_s > 0)
+
+    def _busy_share(self, session: ModelledSession, hop: Hop) -> float:
+        """The share of its time that a server computes others' decode passes."""
         speed = self._pool.speed(self._pool.servers[hop.peer])
-        others = [s for s in self._through[hop.peer].values() if s.updated_s != math.inf]
-        arriving = sum(1 / s.token_s for s in others)
+        _, arriving = self._count_decoding(hop.peer, besides=session)
         return min(1.0, arriving * speed.pass_s(len(hop.span), 1))
 
     def _token_parts(self, session: ModelledSession) -> dict[str, float]:
@@ -390,7 +392,8 @@ class ModelledSessions:
             server = self._pool.servers[hop.peer]
             speed = self._pool.speed(server)
             is_step = n_tokens <= MAX_GUESSED_TOKENS  # so short a prompt goes with the others' steps
-            slowed = 1.0 if is_step else 1 + self._busy_share(hop) / PREFILL_SHARE  # it gets what decode passes leave
+            busy = 0.0 if is_step else self._busy_share(session, hop)
+            slowed = 1 + busy / PREFILL_SHARE  # a prompt gets what decode passes leave
             stages_s.append(op_bytes / self._geography.bytes_per_s(previous, server.line))
             computing_s = max(op_tokens * speed.prefill_s, speed.block_s) * len(hop.span)
             stages_s.append(slowed * computing_s + HOP_OVERHEAD_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +13,15 @@ from swarmd.plan.chains.placement import bottleneck, holders_of
 from swarmd.plan.layouts.flow import LayoutMachine
 from swarmd.values import Span
 from swarmd.whatif.clock import VirtualClock
-from swarmd.whatif.geography import Geography, draw_line
-from swarmd.whatif.presence import HOUR_S, draw_stays
-from swarmd.whatif.scenario import AvailabilityTrace, Habit, LinkKind, Load, MachineKind, Scenario, Whereabouts
+from swarmd.whatif.geography import AccessLine, Geography, draw_line
+from swarmd.whatif.presence import HOUR_S, Stay, draw_stays
+from swarmd.whatif.scenario import HOURS_OF_DAY, AvailabilityTrace, LinkKind, Load, MachineKind, Scenario, Whereabouts
 from swarmd.whatif.servers import ServerPool
 from swarmd.whatif.sessions import ModelledSessions, Tally
 
 TAIL_S = 600.0  # after the hours that were asked for, for what is under way
 SAMPLE_S = 60.0  # between two looks at which blocks are held
 SETTLING_S = 600.0  # in which machines that are there from the beginning come, one by one
-HOURS_OF_DAY = 24  # a table by hours of the day has so many
 USER_LINK = LinkKind("user", up_mbit=20, down_mbit=100, access_ms=10)  # where a load names none
 
 
@@ -36,7 +35,6 @@ class ModelSamples:
     n_online: NDArray[np.float64]
     rarest: NDArray[np.float64]
     tokens_per_s: NDArray[np.float64]
-    mean_holders: NDArray[np.float64]
     lacking: NDArray[np.float64]
 
 
@@ -97,25 +95,35 @@ def run_once(
 def _add_machines(
     scenario: Scenario, traces: Mapping[str, AvailabilityTrace], pool: ServerPool, seed: int, until_s: float
 ) -> None:
-    habits = {habit.name: habit for habit in scenario.habits}
-    links = {link.name: link for link in scenario.links}
     start_hour = scenario.start_hour_utc - scenario.warm_up_hours  # before Monday, where it is negative
     for kind in scenario.machines:
         for number in range(kind.count):
             rng = random.Random(f"{seed} {kind.name} {number}")
-            place = draw_place(kind, scenario.places, rng)
-            line = draw_line(links[kind.link], place.name, rng)
-            habit: Habit | None = habits.get(kind.habit)
-            trace = traces.get(kind.habit)
-            stays = draw_stays(habit, trace, place.utc_offset_h, start_hour, until_s, rng)
+            line, stays = draw_machine(scenario, traces, kind, start_hour, until_s, rng)
             if stays and stays[0].start_s == 0.0:
-                first = stays[0]
-                settled_s = min(rng.random() * SETTLING_S, first.end_s)
-                stays[0] = type(first)(settled_s, first.end_s, first.is_crash)
+                settled_s = min(rng.random() * SETTLING_S, stays[0].end_s)
+                stays[0] = replace(stays[0], start_s=settled_s)
             pool.add(kind, line, stays)
 
 
-def draw_place(kind: MachineKind, places: tuple[Whereabouts, ...], rng: random.Random) -> Whereabouts:
+def draw_machine(
+    scenario: Scenario,
+    traces: Mapping[str, AvailabilityTrace],
+    kind: MachineKind,
+    start_hour_utc: float,
+    until_s: float,
+    rng: random.Random,
+) -> tuple[AccessLine, list[Stay]]:
+    """Draw one machine of a kind: where it is on which line, and when it is there."""
+    place = _draw_place(kind, scenario.places, rng)
+    link = next(link for link in scenario.links if link.name == kind.link)
+    line = draw_line(link, place.name, rng)
+    habit = next((habit for habit in scenario.habits if habit.name == kind.habit), None)
+    stays = draw_stays(habit, traces.get(kind.habit), place.utc_offset_h, start_hour_utc, until_s, rng)
+    return line, stays
+
+
+def _draw_place(kind: MachineKind, places: tuple[Whereabouts, ...], rng: random.Random) -> Whereabouts:
     if not kind.places:
         return places[0] if len(places) == 1 else rng.choice(places)
     name = rng.choices([*kind.places], weights=[*kind.places.values()])[0]
@@ -155,7 +163,7 @@ class _Sampler:
     def __init__(self, scenario: Scenario, pool: ServerPool) -> None:
         self._scenario = scenario
         self._pool = pool
-        self._coverage: dict[str, list[NDArray[np.int64]]] = {model.name: [] for model in scenario.models}
+        self._coverage: dict[str, list[list[int]]] = {model.name: [] for model in scenario.models}
         self._rates: dict[str, list[float]] = {model.name: [] for model in scenario.models}
         self._online: dict[str, list[int]] = {model.name: [] for model in scenario.models}
 
@@ -176,7 +184,6 @@ class _Sampler:
                 n_online=np.array(self._online[model.name], dtype=float),
                 rarest=coverage.min(axis=1).astype(float),
                 tokens_per_s=np.array(self._rates[model.name]),
-                mean_holders=coverage.mean(axis=0),
                 lacking=(coverage == 0).mean(axis=0),
             )
         return seen

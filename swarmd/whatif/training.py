@@ -24,10 +24,10 @@ from swarmd.plan.runs.synchronisation import (
     predict_update,
 )
 from swarmd.values import Decision, PeerId
-from swarmd.whatif.geography import AccessLine, Geography, draw_line
-from swarmd.whatif.presence import HOUR_S, draw_stays
+from swarmd.whatif.geography import AccessLine, Geography
+from swarmd.whatif.presence import HOUR_S
 from swarmd.whatif.scenario import AvailabilityTrace, MachineKind, Scenario, ServedModel, TrainingScenario
-from swarmd.whatif.simulation import draw_place
+from swarmd.whatif.simulation import draw_machine
 from swarmd.whatif.speeds import PREFILL_SHARE_OF_PEAK, block_speed
 
 FLOPS_PER_PARAMETER = 6.0  # of a token, forward and backward
@@ -126,17 +126,12 @@ def _lines_of_present(
     scenario: Scenario, traces: Mapping[str, AvailabilityTrace], kind: MachineKind
 ) -> list[AccessLine]:
     """Draw as many machines of a kind as are there on average."""
-    links = {link.name: link for link in scenario.links}
-    habits = {habit.name: habit for habit in scenario.habits}
     until_s = scenario.hours * HOUR_S
     there_s = 0.0
     lines = []
     for number in range(kind.count):
         rng = random.Random(f"{scenario.seed} {kind.name} {number}")
-        place = draw_place(kind, scenario.places, rng)
-        lines.append(draw_line(links[kind.link], place.name, rng))
-        habit = habits.get(kind.habit)
-        trace = traces.get(kind.habit)
-        stays = draw_stays(habit, trace, place.utc_offset_h, scenario.start_hour_utc, until_s, rng)
+        line, stays = draw_machine(scenario, traces, kind, scenario.start_hour_utc, until_s, rng)
+        lines.append(line)
         there_s += sum(stay.end_s - stay.start_s for stay in stays)
     return lines[: round(there_s / until_s)]

@@ -131,10 +131,7 @@ async def choose_blocks(
     decision = choose_span(holders, n_blocks, n_fit, speed)
     if n_fit < n_blocks:
         around = services.directory.look_around(believed, n_blocks)
-        me = SpanRecord(
-            services.me, 0, 0, 0, (), model=model, slot=slot, decode_tokens_per_s=speed / n_fit, free_cache_tokens=1
-        )
-        decision = choose_near_span(around, holders, me, n_fit, speed) or decision
+        decision = choose_near_span(around, holders, (services.me, slot), decision.action, speed) or decision
     span = decision.action
     n_bytes = sum(block_bytes[span.start : span.end])
     if settings.head and span.end == n_blocks:

@@ -150,7 +150,7 @@ def find_ways(query: RouteQuery, me: SpanRecord, users: Sequence[NetworkPoint]) 
     between = trips.between[:-1, :-1]
     to_me = trips.between[:-1, -1]
     points = [read_point_untrusted(s.point) for s in [*usable, me]]
-    to_users = np.nan_to_num(trip_table_s(users, points), nan=DEFAULT_TRIP_S)
+    to_users = _estimate_trips_s(users, points)
     forwards = _walk_costs(covers, between, to_users[:, :-1], entry, block_s)
     backwards = _walk_costs(covers[::-1], between, to_users[:, :-1], entry, block_s)[::-1]
     enter = np.vstack([to_users[:, -1], (forwards + to_me).min(2, initial=np.inf)]).T
@@ -262,7 +262,7 @@ def list_promising(query: RouteQuery, most: int, n_for_a_block: int) -> list[Spa
     block_s = np.array([_estimate_block_s(s) for s in relevant])
     lengths = np.array([s.end - s.start for s in relevant])
     points = [read_point_untrusted(s.point) for s in relevant]
-    ways_s = np.nan_to_num(trip_table_s([query.client_point], points)[0], nan=DEFAULT_TRIP_S)
+    ways_s = _estimate_trips_s([query.client_point], points)[0]
     starts = np.array([s.start for s in relevant])
     ends = np.array([s.end for s in relevant])
     is_measured = np.array([s.peer in measured_peers for s in relevant])
@@ -424,6 +424,12 @@ def _trace_route(
     return Route(tuple(reversed(hops)), walk.cost_s, tuple(reversed(why)))
 
 
+def _estimate_trips_s(sources: Sequence[NetworkPoint | None], targets: Sequence[NetworkPoint | None]) -> Floats:
+    """One-way seconds by points [sources, targets]; the usual ones where one is not known."""
+    seconds: Floats = np.nan_to_num(trip_table_s(sources, targets), nan=DEFAULT_TRIP_S)
+    return seconds
+
+
 def _trip_table(query: RouteQuery, usable: Sequence[SpanRecord]) -> _TripTable:
     """Trips between servers, from the source to each, and from each to the client; one way stands for both.
 
@@ -433,7 +439,7 @@ def _trip_table(query: RouteQuery, usable: Sequence[SpanRecord]) -> _TripTable:
     peer_index = np.array([index[s.peer] for s in usable])
     points: dict[str, NetworkPoint | None] = {s.peer: read_point_untrusted(s.point) for s in usable}
     known_points = [points[peer] for peer in index]
-    between = np.nan_to_num(trip_table_s(known_points, known_points), nan=DEFAULT_TRIP_S)
+    between = _estimate_trips_s(known_points, known_points)
     known_trips = query.trips(usable) if callable(query.trips) else query.trips
     measured = []
     for (source_peer, target_peer), seconds in known_trips.items():
@@ -450,8 +456,7 @@ def _trip_table(query: RouteQuery, usable: Sequence[SpanRecord]) -> _TripTable:
             row: Floats = between[index[peer]][peer_index]
             return row
         point = query.client_point if peer == query.client else None
-        estimated = trip_table_s([point], known_points)[0]
-        seconds: Floats = np.nan_to_num(estimated, nan=DEFAULT_TRIP_S)[peer_index]
+        seconds: Floats = _estimate_trips_s([point], known_points)[0][peer_index]
         for i, span in enumerate(usable):
             trip_s = known_trips.get((peer, span.peer), known_trips.get((span.peer, peer)))
             if trip_s is not None:

@@ -70,7 +70,6 @@ class _Program:
     """Columns are flows, the last one the sum of all streams; rows are added as triplets."""
 
     def __init__(self, machines: Sequence[LayoutMachine], spans: Sequence[Span], n_blocks: int) -> None:
-        self._machines = machines
         self._spans = spans
         self._n_blocks = n_blocks
         self._column: dict[tuple[int, int], int] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from swarmd.plan.chains.placement import Holder, choose_span, holders_of, list_good_spans, rank_placement
+from swarmd.plan.chains.placement import Holder, Own, holders_of, list_good_spans, rank_placement
 from swarmd.plan.chains.routing import (
     RouteQuery,
     TripsOf,
@@ -44,16 +44,17 @@ class Surroundings:
 
 
 def choose_near_span(
-    around: Surroundings, holders: Sequence[Holder], me: SpanRecord, n_fit: int, blocks_per_s: float
+    around: Surroundings, holders: Sequence[Holder], own_slot: Own, usual: Span, blocks_per_s: float
 ) -> Decision[Span] | None:
-    """Choose what a newcomer holds, beside ``holders``; ``me`` is its record but for its blocks.
+    """Choose what a newcomer holds, beside ``holders``, instead of its ``usual`` choice (plan.chains.placement).
 
-    None where points say nothing yet, or no place is better than the usual choice.
+    None where points say nothing yet, or no place is better.
     """
     if around.point is None:
         return None
-    usual = choose_span(holders, around.n_blocks, n_fit, blocks_per_s).action
-    good = list_good_spans(holders, around.n_blocks, n_fit, blocks_per_s, LEEWAY)
+    peer, slot = own_slot
+    me = SpanRecord(peer, 0, 0, 0, (), slot=slot, decode_tokens_per_s=blocks_per_s / len(usual))
+    good = list_good_spans(holders, around.n_blocks, len(usual), blocks_per_s, LEEWAY)
     usual_s, *costs_s = _try_spans(around, me, [usual, *good])
     cost_s, span = min(zip(costs_s, good, strict=True))
     if not _is_shorter(cost_s, usual_s):

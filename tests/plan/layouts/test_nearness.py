@@ -45,12 +45,16 @@ def chain_s(spans: list[SpanRecord], town: str) -> float:
     return best_route(RouteQuery(spans, Span(0, N_BLOCKS), PeerId("client"), {}, client_point=point)).cost_s
 
 
+def usual(spans: list[SpanRecord], n_fit: int) -> Span:
+    return choose_span(holders_of(spans), N_BLOCKS, n_fit, 100.0).action
+
+
 def join(spans: list[SpanRecord], newcomer: SpanRecord, n_fit: int) -> SpanRecord:
     """As a server joins: near where it can, else as everybody did before."""
     town = newcomer.peer.split("-")[0]
     holders = holders_of(spans)
-    near = choose_near_span(around(spans, town), holders, newcomer, n_fit, 100.0)
-    span = near.action if near else choose_span(holders, N_BLOCKS, n_fit, 100.0).action
+    near = choose_near_span(around(spans, town), holders, (newcomer.peer, 0), usual(spans, n_fit), 100.0)
+    span = near.action if near else usual(spans, n_fit)
     return server(newcomer.peer, span.start, span.end)
 
 
@@ -59,7 +63,7 @@ HALVES = [server("east-1", 0, 4), server("west-1", 4, 8)]
 
 def test_a_newcomer_completes_the_chain_of_its_own_town() -> None:
     spans = [server("east-1", 0, 4), server("west-1", 0, 4), server("west-2", 4, 8), server("west-3", 4, 8)]
-    chosen = choose_near_span(around(spans, "east"), holders_of(spans), server("east-9", 0, 4), 4, 100.0)
+    chosen = choose_near_span(around(spans, "east"), holders_of(spans), ("east-9", 0), usual(spans, 4), 100.0)
     assert chosen is not None
     assert chosen.action == Span(4, 8)
     assert "as good for all as [0,4), and chains take" in chosen.reason
@@ -67,14 +71,14 @@ def test_a_newcomer_completes_the_chain_of_its_own_town() -> None:
 
 def test_a_newcomer_that_does_not_know_where_it_is_has_no_such_choice() -> None:
     nowhere = Surroundings(HALVES, N_BLOCKS, {}, None)
-    assert choose_near_span(nowhere, holders_of(HALVES), server("east-9", 0, 4), 4, 100.0) is None
+    assert choose_near_span(nowhere, holders_of(HALVES), ("east-9", 0), usual(HALVES, 4), 100.0) is None
     assert choose_nearer_span(nowhere, HALVES[0]).action is None
 
 
 def test_blocks_that_lack_holders_come_before_any_way() -> None:
     spans = [server("east-1", 0, 4), server("east-2", 0, 4), server("west-1", 4, 8)]
-    chosen = choose_near_span(around(spans, "west"), holders_of(spans), server("west-9", 0, 4), 4, 100.0)
-    taken = chosen.action if chosen else choose_span(holders_of(spans), N_BLOCKS, 4, 100.0).action
+    chosen = choose_near_span(around(spans, "west"), holders_of(spans), ("west-9", 0), usual(spans, 4), 100.0)
+    taken = chosen.action if chosen else usual(spans, 4)
     assert taken == Span(4, 8), "a near chain would want the first half in the west"
 
 
