@@ -3,13 +3,15 @@
     python -m benchmarks.idle [--members 2] [--seconds 120] [--settle 60] [--apart]
 
 Real daemons, each serving half of a model, on loopback or each on a network of its own (``--apart``: needs root, for
-network namespaces; then bytes count, both ways, with TCP's and IP's headers, as they do towards ``month_gib``).
+network namespaces; then bytes count, both ways, from IP's headers on: as their links carried them, and as the daemons
+counted them towards ``month_gib``).
 Wake-ups are voluntary context switches of all threads, of a daemon and of its worker, by /proc. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from contextlib import ExitStack
@@ -22,6 +24,7 @@ from tests.real import netlab
 from tests.real.harness import LocalSwarm, Volunteer, local_swarm
 
 DAY_S = 86_400
+ETHERNET_BYTES = 14  # before each packet: a home's line has others
 
 
 def wake_ups(process: psutil.Process) -> int:
@@ -40,8 +43,16 @@ def cost(volunteer: Volunteer) -> list[tuple[str, int, float]]:
     return [(name, wake_ups(process), sum(process.cpu_times()[:2])) for name, process in named]
 
 
-def moved_bytes(volunteer: Volunteer) -> int:
+def counted_bytes(volunteer: Volunteer) -> int:
+    """What its owner's limit is compared with."""
     return int(volunteer.ask("status")["policy"]["month_bytes"])
+
+
+def carried_bytes(volunteer: Volunteer) -> int:
+    """What its namespace's link has carried both ways."""
+    links = json.loads(netlab.run(*volunteer.inside, "ip", "-s", "-j", "link"))
+    ways = [way for link in links if link["ifname"] != "lo" for way in link["stats64"].values()]
+    return int(sum(way["bytes"] - ETHERNET_BYTES * way["packets"] for way in ways))
 
 
 def start(swarm: LocalSwarm, members: int, lab: netlab.Lab | None) -> list[Volunteer]:
@@ -70,16 +81,20 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         volunteers = start(stack.enter_context(local_swarm(Path(folder))), asked.members, lab)
         time.sleep(asked.settle)
-        before, bytes_before = [cost(v) for v in volunteers], [moved_bytes(v) for v in volunteers]
+        before = [cost(v) for v in volunteers]
+        moved = [(carried_bytes(v), counted_bytes(v)) for v in volunteers] if lab else []
         time.sleep(asked.seconds)
         for number, (volunteer, then) in enumerate(zip(volunteers, before, strict=True)):
             for (name, woken, used_s), (_, woken_before, used_before_s) in zip(cost(volunteer), then, strict=True):
                 a_second = (woken - woken_before) / asked.seconds
                 share = 100 * (used_s - used_before_s) / asked.seconds
                 print(f"member {number} {name}: {a_second:.2f} wake-ups/s, {share:.2f} % of a core")
-        for number, (volunteer, n_bytes) in enumerate(zip(volunteers, bytes_before, strict=True) if lab else ()):
-            rate = (moved_bytes(volunteer) - n_bytes) / asked.seconds
-            print(f"member {number}: {rate:.0f} bytes/s, {rate * DAY_S / 2**20:.1f} MiB a day")
+        for number, (carried, counted) in enumerate(moved):
+            volunteer = volunteers[number]
+            per_s = (carried_bytes(volunteer) - carried) / asked.seconds
+            a_day = per_s * DAY_S / 2**20
+            counted_a_day = (counted_bytes(volunteer) - counted) / asked.seconds * DAY_S / 2**20
+            print(f"member {number}: {per_s:.0f} bytes/s, {a_day:.1f} MiB a day, {counted_a_day:.1f} by its own count")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from swarmd.node.members.record_signer import USED, RecordSigner
 from swarmd.plan.links.traffic import ack_bytes, wire_bytes
 from swarmd.plan.members.buckets import IN_A_BUCKET, BucketDigest
 from swarmd.plan.members.pacing import NEWS_S, beat_s, exchange_s, next_exchange_s, rarely_s
+from swarmd.plan.members.partners import N_NEIGHBOURS, choose_partners
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.beats import MAX_SKEW_S, MOST_BEATS, SecretChain
 from swarmd.protocol.membership.identity import Identity, certify
@@ -98,6 +99,7 @@ class Member:
     skew_s: float = 0.0
     minor: int = OURS.minor
     met: set[PeerId] = field(default_factory=set)
+    gone: set[PeerId] = field(default_factory=set)  # did not answer when they were asked last
     standing: Any = field(default_factory=lambda: SimpleNamespace(fault=lambda *_: None))
 
     def __post_init__(self) -> None:
@@ -125,17 +127,20 @@ class Member:
         await self.exchange.push(self, announced.news, [other.peer for other in receivers], beats=announced.beats)  # type: ignore[arg-type]
 
     async def exchange_once(self) -> None:
-        known = sorted(self.exchange.view().peers.keys() - {self.peer})
-        strangers = sorted(self.met.difference(known))
-        self.met |= {*known}
-        if strangers and self.swarm.rng.random() < 0.1:  # as a directory asks who may be back
-            known = strangers
-        other = self.swarm.rng.choice(known or [other.peer for other in self.swarm.others(self)])
+        members = self.exchange.view().peers.keys() - {self.peer}
+        strangers = self.met - members or {other.peer for other in self.swarm.others(self) if not members}
+        self.met |= members
+        overdue = self.exchange.book.overdue(self.wall_clock())
+        connected = members - self.gone if len(members) <= N_NEIGHBOURS else set()
+        partners = choose_partners(members, connected, strangers, overdue, self.swarm.rng.random())
+        other = self.swarm.rng.choice(partners)
         try:
-            is_news = await self.exchange.pull(self, PeerId(other))  # type: ignore[arg-type]
+            is_quiet = not await self.exchange.pull(self, other)  # type: ignore[arg-type]
+            self.gone.discard(other)
         except Unreachable:
-            return
-        self.interval_s = next_exchange_s(len(self.exchange.view().peers), self.interval_s, not is_news)
+            is_quiet = False
+            self.gone.add(other)
+        self.interval_s = next_exchange_s(len(self.exchange.view().peers), self.interval_s, is_quiet)
 
     # what an exchange asks of its connections
 

@@ -40,6 +40,7 @@ CONNECT_TIMEOUT_S = 1.5  # libp2p works already: a direct way that is slow to co
 KNOCK_TIMEOUT_S = 0.25  # and some trips, for a port to answer at all: routers forward few
 TICKET_TIMEOUT_S = 3.0  # one request on a stream that is open
 AGAIN_AFTER_S = 300.0  # a firewall that said no will say it again
+REST_AFTER_S = 10.0  # a connection that nobody has used for so long; up to twice as long
 HANDSHAKE_BYTES = 3_000  # of TLS, both ways
 MAX_TICKET_BYTES = 4_096  # a certificate of 2 KiB at most, and a token
 DIRECT: tuple[Purpose, ...] = ("interactive", "training", "averaging")  # by the byte that follows a token
@@ -92,11 +93,19 @@ class DirectNetwork:
         async with trio.open_nursery() as nursery:
             if self._hosts:
                 await self._listen(nursery)
+            nursery.start_soon(self._let_unused_rest)
             yield
             nursery.cancel_scope.cancel()
             for streams in list(self._streams.values()):
                 for stream in list(streams):
                     await stream.reset()
+
+    async def _let_unused_rest(self) -> None:
+        while True:
+            await trio.sleep(REST_AFTER_S)
+            for streams in self._streams.values():
+                for stream in streams:
+                    stream.rest_if_unused()
 
     async def _listen(self, nursery: trio.Nursery) -> None:
         """Listen on all hosts that are there, and on the others once they are."""

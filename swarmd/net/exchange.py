@@ -43,6 +43,7 @@ EXCHANGE_TIMEOUT_S = 8.0  # a digest of 20,000 records on a slow link
 PUSH_TIMEOUT_S = 2.0  # to one peer: the others wait for it
 N_AT_ONCE = 16  # records to check before others work: 5 ms of signatures
 BEATS_AT_ONCE = 64  # to check before others work: 7 ms of hashes, where somebody sends the last beat of each chain
+STALL_S = 30.0  # in which this process has looked at nothing: it was stopped, or asleep, or its clock was set
 LEAST_INTERVAL_S = 0.1  # between two records of one key: news waits half of it longer than it would
 MAX_DIGEST_BYTES = 4 * 2**20  # 20,000 records of about 100 bytes, twice
 Digest = dict[Text, Count]
@@ -62,13 +63,14 @@ class Exchange:
         self.book.talked_with = self.roster.met
         self._clocks = MemberClocks()
         self._view: SwarmView | None = None
+        self._looked_at = wall_clock()
         self._merging = trio.Lock()
         self._taken_at: dict[str, float] = {}
         self._told_charters: dict[PeerId, int] = {}
 
     def view(self) -> SwarmView:
         """The current picture; made anew only after something changed."""
-        if self.book.expire(self._wall_clock()) or self._view is None:
+        if self.book.expire(self.now()) or self._view is None:
             rights_of = self._rights_of if self.roster.admission.are_limited else None
             self._view = self.book.view(own_networks, rights_of)
         return self._view
@@ -82,8 +84,14 @@ class Exchange:
         return -math.inf if admission_pass is None else admission_pass.ends_at
 
     def now(self) -> float:
-        """Unix seconds."""
-        return self._wall_clock()
+        """Unix seconds. Nobody is blamed for a silence that was this process's own: it would believe itself alone."""
+        now = self._wall_clock()
+        stalled_s = now - self._looked_at
+        self._looked_at = now
+        if abs(stalled_s) > STALL_S:
+            logger.info("this process heard nothing for %.0f s, and goes on from what it knew", stalled_s)
+            self.book.excuse_silence(stalled_s)
+        return now
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
         """Let in the peer at the other end of a stream, if it is a member. Raises Refused or IntegrityError."""
@@ -101,7 +109,7 @@ class Exchange:
     def _note_clock(self, peer: PeerId, peer_time: int, took_s: float = 0.0) -> None:
         """Note what a peer's clock said in an answer that took so long; 0 is nothing."""
         if peer_time:
-            ahead_s = peer_time - (self._wall_clock() - took_s / 2)
+            ahead_s = peer_time - (self.now() - took_s / 2)
             self._clocks.note(peer, ahead_s, trio.current_time())
 
     def merge_untrusted(
@@ -125,7 +133,7 @@ class Exchange:
             logger.debug("no record of %s: %s", claim.peer, decision.reason)
             return False
         try:
-            verified = records.read_untrusted(raw, self.roster.admission.founders.ever, self._wall_clock(), beats)
+            verified = records.read_untrusted(raw, self.roster.admission.founders.ever, self.now(), beats)
             membership_ends_at = self.roster.require_pass(verified.membership).ends_at
         except Refused:
             return False
@@ -157,8 +165,8 @@ class Exchange:
         if not follows:
             logger.warning("a catalog of other founders does not count: version %s", catalog.rank)
             return False
-        if catalog.version > self._wall_clock() + MAX_AHEAD_S:
-            signed, now = format_moment(catalog.version), format_moment(self._wall_clock())
+        if catalog.version > self.now() + MAX_AHEAD_S:
+            signed, now = format_moment(catalog.version), format_moment(self.now())
             logger.warning("a catalog signed at %s does not count: this machine's clock says %s", signed, now)
             return False
         is_news = self.book.add_catalog(catalog, raw).action
@@ -193,7 +201,7 @@ class Exchange:
                             self._record_news.set()
             for first in range(0, len(body.beats), BEATS_AT_ONCE):
                 async with self._merging:
-                    self.book.take_beats_untrusted(body.beats[first : first + BEATS_AT_ONCE], self._wall_clock())
+                    self.book.take_beats_untrusted(body.beats[first : first + BEATS_AT_ONCE], self.now())
         except IntegrityError as error:
             raise Forged(f"records that do not verify: {error}") from None
         return body
@@ -286,7 +294,7 @@ class Exchange:
         own_beats = {beat.chain: beat for beat in beats}
         for raw in raws:
             self.merge_untrusted(raw, is_own=True, beats=own_beats)
-        self.book.take_beats_untrusted(beats, self._wall_clock())
+        self.book.take_beats_untrusted(beats, self.now())
         if not raws and not catalog:
             return
         body = ExchangeBody(envelopes=raws, beats=[*beats])
@@ -324,7 +332,7 @@ class Exchange:
         is_newer = not any(peer_rank) or self.book.catalog.rank > peer_rank
         catalog = self.book.catalog_raw if is_newer and self._reads_charters(channel.peer) else None
         body = msgspec.structs.replace(body, catalog=catalog)
-        reply = ExchangeReply(re=message.id, now=int(self._wall_clock()))
+        reply = ExchangeReply(re=message.id, now=int(self.now()))
         await channel.answer(reply, msgspec.msgpack.encode(body))
 
     def _knows_beats(self, peer: PeerId) -> bool:

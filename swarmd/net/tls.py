@@ -17,7 +17,7 @@ import trio
 from swarmd.errors import Unreachable
 from swarmd.net.traffic import Traffic
 from swarmd.values import PeerId
-from swarmd.wire.pinned_tls import SEND_BUFFER_BYTES, tune_socket
+from swarmd.wire.pinned_tls import SEND_BUFFER_BYTES, let_rest, tune_socket
 
 RECORD_BYTES = 1 << 14  # of a full one (RFC 8446, 5.1)
 WRITTEN_BYTES = 1 << 15  # at a time: what is copied stays in a cache
@@ -152,6 +152,8 @@ class DirectStream:
         self.peer = peer
         self.traffic: Traffic | None = None
         self._is_urgent = is_urgent
+        self._is_used = True  # since it was last looked at
+        self._is_resting = False
         self._tls = tls
         self._poll = select.poll()
         self._poll.register(tls.socket.fileno(), select.POLLOUT)
@@ -172,6 +174,7 @@ class DirectStream:
         await trio.lowlevel.checkpoint_if_cancelled()
         is_sent = False
         try:
+            self._note_use()
             with trio.CancelScope(shield=self.can_send(len(data))):  # it leaves at once: no reason to end the channel
                 await self._send_paced(data)
             is_sent = True
@@ -200,13 +203,28 @@ class DirectStream:
         """See ``net.api.Stream``. A paced connection reads less at a time, and later, so that the peer waits."""
         try:
             if self.traffic is None:
-                return await self._tls.receive(RECEIVE_BYTES)
-            await self.traffic.down.wait(self._is_urgent)
-            data = await self._tls.receive(self.traffic.down.at_a_time or RECEIVE_BYTES)
-            self.traffic.received(len(data))
+                data = await self._tls.receive(RECEIVE_BYTES)
+            else:
+                await self.traffic.down.wait(self._is_urgent)
+                data = await self._tls.receive(self.traffic.down.at_a_time or RECEIVE_BYTES)
+                self.traffic.received(len(data))
+            self._note_use()
             return data
         except BROKEN:
             raise Unreachable(f"the direct channel from {self.peer} is gone") from None
+
+    def rest_if_unused(self) -> None:
+        """From now on look seldom whether the peer is there, if nothing has passed since this was last called."""
+        if self.is_open and not self._is_used and not self._is_resting:
+            let_rest(self._tls.socket, True)
+            self._is_resting = True
+        self._is_used = False
+
+    def _note_use(self) -> None:
+        self._is_used = True
+        if self._is_resting:
+            let_rest(self._tls.socket, False)
+            self._is_resting = False
 
     async def aclose(self) -> None:
         """See ``net.api.Stream``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -88,6 +89,25 @@ async def test_interactive_streams_are_direct_and_name_the_peer() -> None:
     async with Pair().running() as pair:
         assert await talks_over(pair) is DirectStream
         assert pair.streams[0].peer == pair.alice.peer_id
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system does not say")
+async def test_whether_the_peer_is_there_is_looked_at_seldom_while_nothing_passes() -> None:
+    """Looks each 4 s on connections that nobody used were half of what an idle member moved."""
+    async with Pair().running() as pair:
+        stream = await pair.alice.open_stream(pair.bob.peer_id, "interactive")
+        assert isinstance(stream, DirectStream)
+        looks_after_s = [_looks_after_s(stream)]
+        for _ in range(2):
+            stream.rest_if_unused()
+            looks_after_s.append(_looks_after_s(stream))
+        await stream.send(b"x")
+        looks_after_s.append(_looks_after_s(stream))
+        assert looks_after_s == [4, 4, 60, 4]
+
+
+def _looks_after_s(stream: DirectStream) -> int:
+    return stream._tls.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
 
 
 async def test_much_goes_both_ways_at_once_and_arrives_as_it_was() -> None:

@@ -129,6 +129,20 @@ def test_daemon_that_was_cut_off_comes_back_and_serves(tmp_path: Path) -> None:
             assert not model.last_session.statistics.repairs
 
 
+@pytest.mark.prove  # two minutes: so long a member is believed in of which nothing is heard
+def test_a_machine_that_slept_knows_the_others_when_it_wakes(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        sleeper, *others = (swarm.add("--no-serve") for _ in range(3))
+        everybody = {v.peer for v in swarm.volunteers}
+        swarm.wait(lambda: all(members_seen_by(v) == everybody for v in swarm.volunteers), "complete views")
+        sleeper.signal(signal.SIGSTOP)
+        swarm.wait(lambda: all(sleeper.peer not in members_seen_by(v) for v in others), "it to be missed", within_s=120)
+        sleeper.signal(signal.SIGCONT)
+        while not all(sleeper.peer in members_seen_by(v) for v in others):
+            assert members_seen_by(sleeper) == everybody, "whom it could not hear is not gone"
+            time.sleep(0.2)
+
+
 def test_client_for_trio_programs_and_client_beside_a_daemon(pair: Pair) -> None:
     members = {pair.first.peer, pair.second.peer}
 

@@ -28,6 +28,7 @@ from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.layouts.nearness import Surroundings
 from swarmd.plan.links.coordinates import WORST_ERROR, NetworkPoint, locate
 from swarmd.plan.members.pacing import news_s, next_exchange_s
+from swarmd.plan.members.partners import choose_partners
 from swarmd.protocol.membership.records import ExchangeBody, SpanRecord
 from swarmd.protocol.understanding import BEATS
 from swarmd.status import DirectoryStatus
@@ -36,8 +37,6 @@ from swarmd.values import Decision, PeerId
 logger = logging.getLogger(__name__)
 
 ANNOUNCE_INTERVAL_S = 20.0  # a third of a record's life where there are no beats: two may be lost
-N_NEIGHBOURS = 8  # connected members, among whom exchanges stay: a connection costs more than an exchange
-ANYBODY = 1 / 64  # of exchanges, with whoever it is
 N_PUSHED_TO = 6  # of an urgent record: all hear of it in log6(n) steps
 
 Describe = Callable[[], list[dict[str, Any]]]
@@ -57,7 +56,7 @@ class DirectoryServices:
 # Five loops, each with its own pace, so that none waits for another:
 #
 #     announce     sign what is new, push it to a few members; a beat     every 20 s or more, at once when it changed
-#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 3 to 10 s while nothing is new
+#     exchange     swap what one other member lacks (anti-entropy)        every 2 s, 3 to 12 s while nothing is new
 #     rendezvous   be found, and find, through the DHT                    rarely
 #     silent       was a message too large to pass, as it was not answered?  after an exchange that timed out
 #     probe        measure round trips, and bandwidth to one member       every 30 s, 4 minutes while all are there
@@ -193,15 +192,11 @@ class Directory:
         return is_news is False
 
     def _choose_partner(self) -> PeerId | None:
-        """Somebody to exchange with: mostly one of those that are connected, now and then one who may be back."""
-        members = self._others()
-        strangers = [peer for peer in self._memory.known if peer not in members and peer != self._rpc.network.peer_id]
-        if strangers and (not members or self._rng.random() < 0.1):
-            return self._rng.choice(strangers)
-        connected = sorted(self._rpc.peers() & members)
-        if len(connected) >= N_NEIGHBOURS and self._rng.random() >= ANYBODY:
-            return self._rng.choice(connected)
-        return self._rng.choice(sorted(members)) if members else None
+        me, members = self._rpc.network.peer_id, self._others()
+        strangers = self._memory.known.keys() - members - {me}
+        overdue = self.exchange.book.overdue(self.exchange.now())
+        partners = choose_partners(members, self._rpc.peers() - {me}, strangers, overdue, self._rng.random())
+        return self._rng.choice(partners) if partners else None
 
     async def _exchange_with(self, peer: PeerId) -> bool | None:
         """Exchange with a peer; was there news for either side? None: it did not answer."""

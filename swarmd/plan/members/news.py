@@ -15,6 +15,7 @@ MEASURED = (
     *("point", "up_bytes_per_s", "down_bytes_per_s", "free_disk_bytes", "memory_bytes", "device_memory_bytes"),
 )
 """What is measured again and again, and comes out a little different."""
+JITTER_MS = 2.0  # of a round trip: it says nothing of the way
 MUCH = 2.0  # times as much, or as little: others should know it at once
 
 
@@ -38,7 +39,8 @@ def _are_alike(name: str, before: Any, now: Any) -> bool:
     if name == "point":
         return not has_moved(before, now)
     if name in MEASURED and isinstance(before, Mapping):
-        return before.keys() == now.keys() and all(_are_near(before[key], now[key]) for key in now)
+        jitter = JITTER_MS if name == "round_trip_ms" else 0.0
+        return before.keys() == now.keys() and all(_are_near(before[key], now[key], jitter) for key in now)
     return bool(before == now) or (name in MEASURED and _are_near(before, now))
 
 
@@ -50,11 +52,11 @@ def _is_urgent(name: str, before: Any, now: Any) -> bool:
     return are_numbers and not before / MUCH <= now <= before * MUCH
 
 
-def _are_near(before: float | None, now: float | None) -> bool:
+def _are_near(before: float | None, now: float | None, jitter: float = 0.0) -> bool:
     """Do two measurements say the same?"""
     if before is None or now is None:
         return before is now
-    return abs(before - now) <= NEWS_SHARE * abs(before)
+    return abs(before - now) <= max(jitter, NEWS_SHARE * abs(before))
 
 
 def _says_wrong(signed: Mapping[str, Any], current: Mapping[str, Any]) -> bool:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 
+from swarmd.plan.members.partners import N_NEIGHBOURS
 from swarmd.protocol.membership.records import MAX_BEAT_S
 
 BEAT_S = 20  # between two beats: a member that is gone is believed in for three of them
 FEW = 400  # members, of whom all can show so often that they are there: beyond it a line with a cap would feel it
 SPREAD = 0.75  # beats: within these all have heard of one, in as many rounds of exchanges as it takes
 GROWTH = 4.0  # times as many know of something after each round, in which each member calls one and is called by one
+ROUNDS_OF_NEIGHBOURS = 1.25  # who is not heard of is asked itself (plan.members.partners)
 NEWS_S = 2.0  # between two exchanges while there is news, which crosses a swarm in a few of these
-RARELY_S = 0.75  # for each member, between two signatures for what one measures now and then
+RARELY_S = 0.75  # for each member, between two signatures for what one measures now and then; a beat at least
 
 
 def beat_s(n_members: int) -> int:
@@ -26,7 +28,7 @@ def beat_s(n_members: int) -> int:
 
 def exchange_s(n_members: int) -> float:
     """Seconds between two exchanges of each of so many members, while there is no news but beats."""
-    rounds = 1 + math.log(max(2, n_members), GROWTH)
+    rounds = ROUNDS_OF_NEIGHBOURS if n_members <= N_NEIGHBOURS else math.log(n_members, GROWTH)
     return SPREAD * beat_s(n_members) / rounds
 
 
@@ -47,4 +49,4 @@ def next_exchange_s(n_members: int, last_s: float, is_quiet: bool) -> float:
 
 def rarely_s(n_members: int) -> float:
     """Seconds between two signatures of a member for what differs little."""
-    return RARELY_S * n_members
+    return max(BEAT_S, RARELY_S * n_members)

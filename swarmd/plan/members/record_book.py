@@ -175,6 +175,22 @@ class RecordBook:
             n_new += is_news
         return n_new
 
+    def overdue(self, now: float) -> list[PeerId]:
+        """Peers that will count no more within one of their beats, if none is heard of; the first come first."""
+        soon: dict[PeerId, float] = {}
+        for entry in self.entries.values():
+            if entry.life is not None and entry.record.expires_at > now:
+                left_s = self._lives[entry.life.chain].counts_until - now
+                if left_s < entry.record.beat_s:
+                    soon[PeerId(entry.record.peer)] = left_s
+        return sorted(soon, key=soon.__getitem__)
+
+    def excuse_silence(self, deaf_s: float) -> None:
+        """Count on everybody's beats as if so many seconds had not passed; a clock that was set back passed fewer."""
+        for life in self._lives.values():
+            life.seen_at += deaf_s
+        self._next_expiry = -math.inf
+
     def last_beats(self, chains: Iterable[bytes]) -> list[ChainBeat]:
         """The last beats of chains, where any are known."""
         lives = ((chain, self._lives[chain].beat) for chain in dict.fromkeys(chains) if chain in self._lives)

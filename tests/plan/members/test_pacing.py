@@ -31,7 +31,7 @@ def test_a_members_share_grows_more_slowly_than_the_swarm() -> None:
     assert 10_000 / beat_s(10_000) < 4 * 1_000 / beat_s(1_000)
     assert news_s(8) == NEWS_S < exchange_s(8)
     assert NEWS_S < news_s(1_000) < news_s(10_000) <= exchange_s(10_000)
-    assert rarely_s(10_000) > 3_600 > rarely_s(1_000) > BEAT_S > rarely_s(8)
+    assert rarely_s(10_000) > 3_600 > rarely_s(1_000) > BEAT_S == rarely_s(8)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,13 @@ def test_what_is_worth_a_signature(change: dict[str, Any], is_at_once: bool, is_
     current = SPAN | change
     assert is_news(SPAN, current, 1.0, RARELY_S) is is_at_once
     assert is_news(SPAN, current, RARELY_S, RARELY_S) is is_later
+
+
+def test_a_near_members_round_trip_is_no_news_for_its_jitter() -> None:
+    """Eight members in one town signed their records again and again for it: a third of all that they sent."""
+    near = SPAN | {"round_trip_ms": {"a": 0.5}}
+    assert not is_news(near, near | {"round_trip_ms": {"a": 2.4}}, RARELY_S, RARELY_S)
+    assert is_news(near, near | {"round_trip_ms": {"a": 2.6}}, RARELY_S, RARELY_S)
 
 
 def test_who_computed_wrongly_is_named_at_once_and_who_did_well_later() -> None:

@@ -82,6 +82,16 @@ def test_a_newer_record_of_the_same_chain_is_known_to_be_alive() -> None:
     assert book.last_beats([a.chain.name]) == [a.beat(30)]
 
 
+def test_who_is_soon_given_up_is_told_before_it_is() -> None:
+    book = book_of(Author("a"), Author("b"), Author("c"), a=5, b=6)
+    assert book.overdue(2 * BEAT_S) == []
+    assert book.overdue(2 * BEAT_S + 1) == ["c"]
+    assert book.expire(BEATS_KEPT * BEAT_S)
+    assert book.overdue((6 + BEATS_KEPT) * BEAT_S - 1) == ["a", "b"]
+    book.excuse_silence(3 * BEAT_S)
+    assert book.overdue((6 + BEATS_KEPT) * BEAT_S - 1) == []
+
+
 def test_only_beats_and_buckets_that_differ_are_told() -> None:
     authors = [Author(f"author {n}") for n in range(40)]
     here = book_of(*authors[:39], **{"author 0": 3, "author 1": 1})
