@@ -1,5 +1,7 @@
 """How much of this machine swarmd may use: memory and processors, as the system, a container or an owner limits them.
 
+NVIDIA's cards and their memory are told by the driver's own tool: nothing here may ask torch.
+
 Everything that asks for memory asks here. A limit that was not counted is found by being killed.
 """
 
@@ -7,13 +9,24 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from swarmd.cgroups import cpu_quota, memory_limits
+
+CARD_TOOL = "nvidia-smi"
+CARD_MEMORY = (CARD_TOOL, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
+CARD_TEMPERATURES = (CARD_TOOL, "--query-gpu=temperature.gpu", "--format=csv,noheader,nounits")
+CARD_TIMEOUT_S = 2.0  # for the driver to answer
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+CARDS_AS_LISTED = {ORDER: "PCI_BUS_ID"}
+"""What has CUDA number cards as the tool does, where nobody has said otherwise: its own way is the fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +57,67 @@ def count_processors() -> int:
     n_allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
     quota = cpu_quota()
     return n_allowed if quota is None else max(1, min(n_allowed, math.floor(quota)))
+
+
+# --- cards ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One card. ``free_bytes``: of its own memory, what nobody uses; None where the driver does not tell."""
+
+    uuid: str
+    free_bytes: int | None
+
+
+def is_with_cards() -> bool:
+    """Is the driver's tool here?"""
+    return shutil.which(CARD_TOOL) is not None
+
+
+def temperatures_c() -> list[float]:
+    """Of each card that tells one."""
+    told = _ask_driver(CARD_TEMPERATURES) if is_with_cards() else ""
+    return [float(line) for line in told.split() if line.isdigit()]
+
+
+def list_cards(environment: Mapping[str, str]) -> list[Card]:
+    """Cards that a process with this environment sees, as torch numbers them; none where the driver tells none."""
+    cards = []
+    for line in _ask_driver(CARD_MEMORY).splitlines():
+        uuid, _, free_mib = line.partition(", ")
+        cards.append(Card(uuid, int(free_mib) << 20 if free_mib.strip().isdigit() else None))
+    visible = environment.get(VISIBLE)
+    return cards if visible is None else _pick_visible(cards, visible.split(","))
+
+
+def _pick_visible(cards: Sequence[Card], names: Sequence[str]) -> list[Card]:
+    """Cards by number or by how their uuid begins, in this order; the first that is none ends the list, as in CUDA."""
+    picked: list[Card] = []
+    for name in map(str.strip, names):
+        if name.isdigit():
+            found = list(cards[int(name) : int(name) + 1])
+        else:
+            found = [card for card in cards if name and card.uuid.startswith(name)][:1]
+        if not found:
+            break
+        picked += found
+    return picked
+
+
+def find_card(device: str, cards: Sequence[Card]) -> Card | None:
+    """The card that a worker takes which is told this device; None: it computes elsewhere, or nobody knows on what."""
+    kind, _, number = device.partition(":")
+    index = int(number) if number.isdigit() else 0
+    if kind not in ("", "cuda") or index >= len(cards) or cards[index].free_bytes is None:
+        return None
+    return cards[index]
+
+
+def _ask_driver(command: Sequence[str]) -> str:
+    """What the tool prints; nothing where it fails, or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CARD_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

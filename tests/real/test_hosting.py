@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,19 @@ def test_two_models_by_one_daemon_and_one_is_drained_while_the_other_goes_on(tmp
             both.ask("resume", "POST", model="m")
             swarm.wait(lambda: is_online(both, "m"), "the drained model again")
             assert torch.equal(client.model("m", wait_s=10).generate(ids, **GREEDY), before)
+
+
+def test_what_a_card_holds_is_planned_by_its_own_memory(tmp_path: Path) -> None:
+    """The machine's would hold all of the model. Here the worker finds that torch has no card, and loads it anyway."""
+    (tmp_path / "bin").mkdir()
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU-1234, 512'\n")
+    tool.chmod(0o755)
+    with local_swarm(tmp_path) as swarm:
+        small = swarm.add("--serve", "demo", PATH=f"{tool.parent}:{os.environ['PATH']}")
+        swarm.wait(lambda: is_online(small, "demo"), "it to be online")
+        first, end = hosting(small, "demo")["serving"]["blocks"]
+        assert end - first == 1, "512 MiB are less than a driver takes"
 
 
 def test_a_model_that_nobody_serves_is_taken_by_one_who_can_be_spared(tmp_path: Path, checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmd.compute.hardware.device import device_description, pick_device
+from swarmd.compute.hardware.device import device_description, free_memory_bytes, pick_device
 from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes import precompile
 from swarmd.compute.passes.improvements import MOST_TEXT, Improvements
@@ -92,6 +92,7 @@ def describe(span: LoadedSpan, model: str, speed: Measured) -> Loaded:
     return Loaded(
         device=name,
         device_memory_bytes=memory_bytes,
+        device_free_bytes=None if memory_bytes is None else free_memory_bytes(str(span.device)),
         numerics=numerics(span, model),
         hidden=span.hidden_size,
         digits=span.family.format.n_digits,

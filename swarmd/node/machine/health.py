@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
-from swarmd.node.machine.presence import CARDS
 from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.owner.health import Facts, WorkerLife, check_health
+from swarmd.resources import is_with_cards
 from swarmd.status import DirectoryStatus, HealthRow
 from swarmd.values import PeerId
 
@@ -72,7 +71,7 @@ class Health:
             free_disk_bytes=free_disk_bytes,
             is_indexed=directory.is_indexed,
             index=directory.index,
-            has_card=shutil.which(CARDS[0]) is not None,
+            has_card=is_with_cards(),
             devices=devices,
             workers=workers,
             n_others=len(other_records),

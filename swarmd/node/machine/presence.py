@@ -34,6 +34,7 @@ from swarmd.node.worker.share import ComputeShare
 from swarmd.plan.links.traffic import MBIT, Limits
 from swarmd.plan.owner.policy import GIB, Pause, Rules, Sensors, WorkPermission, decide
 from swarmd.protocol.untrusted import read_json
+from swarmd.resources import temperatures_c
 from swarmd.status import PolicyStatus
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,6 @@ SUPPLY = ("type", "scope", "status", "online")  # files in it
 CLOCK_SET = timedelta(seconds=2)  # more than two looks at two clocks differ by, or the network corrects in an hour
 LATEST_PAUSE_S = 253_370_764_800.0  # since 1970: what comes after the year 9998 cannot be shown in every zone
 SENSOR_TIMEOUT_S = 2.0  # for logind, or a card's driver, to answer
-CARDS = ("nvidia-smi", "--query-gpu=temperature.gpu", "--format=csv,noheader,nounits")
 
 
 class _PauseFile(msgspec.Struct, frozen=True):
@@ -284,17 +284,7 @@ def _hottest_c() -> float | None:
         logger.info("no temperature can be read: %s", error)
         sensors = {}
     chip_temperatures = [reading.current for chip in CPU_CHIPS for reading in sensors.get(chip, ())]
-    return max([*chip_temperatures, *_cards_c()], default=None)
-
-
-def _cards_c() -> list[float]:
-    """NVIDIA's own tool comes with their driver; what is not supported there is no number."""
-    if shutil.which(CARDS[0]) is None:
-        return []
-    done = _run_sensor(CARDS)
-    if done is None:
-        return []
-    return [float(line) for line in done.stdout.split() if line.isdigit()]
+    return max([*chip_temperatures, *temperatures_c()], default=None)
 
 
 def _run_sensor(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
-import shutil
 import statistics
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -24,14 +24,16 @@ from swarmd.node.serving.balancer import Turnover
 from swarmd.node.serving.trials import Trials, claimant_of
 from swarmd.node.worker.worker_link import Starter
 from swarmd.plan.chains.hosting import BlockLimit, HostingLifecycle, Placement
-from swarmd.plan.chains.memory import blocks_that_fit, group_bytes
+from swarmd.plan.chains.memory import blocks_that_fit, blocks_that_fit_card, family_of, group_bytes
 from swarmd.plan.chains.placement import Holder, choose_model, choose_span, holders_of
 from swarmd.plan.chains.routing import STAYS_S, stays_s
 from swarmd.plan.layouts.nearness import choose_near_span
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.membership.records import SpanRecord
+from swarmd.protocol.models.configuration import PACKED
+from swarmd.protocol.models.manifest import Manifest
 from swarmd.protocol.understanding import Understanding
-from swarmd.resources import measure_memory
+from swarmd.resources import Card, find_card, is_with_cards, list_cards, measure_memory
 from swarmd.usage_ledger import UsageLedger
 from swarmd.values import ModelId, PeerId, Span
 
@@ -48,6 +50,7 @@ class PlacementChoice:
     model: ModelId
     span: Span
     n_bytes: int
+    card: str = ""  # the uuid of the one whose memory they take; "" is the machine's
     is_loaded: bool = False
 
 
@@ -117,10 +120,15 @@ async def choose_blocks(
             await trio.sleep(0.2)
     manifest = await services.store.supply.manifest(model)
     n_blocks = manifest.n_blocks
-    shrinks_experts = _is_for_the_processor(settings.device)
+    card = await _find_card(settings.device, manifest)
+    shrinks_experts = settings.device == "cpu" or (not settings.device and not is_with_cards())
     block_bytes, head_bytes = group_bytes(manifest, settings.dtype, settings.quantize, shrinks_experts)
-    free_bytes = max(0, _free_bytes(services, slot) - settings.head * head_bytes)
-    n_fit = blocks_that_fit(free_bytes, block_bytes)
+    free_bytes = max(0, _free_bytes(services, slot, card) - settings.head * head_bytes)
+    if card is None:
+        n_fit = blocks_that_fit(free_bytes, block_bytes)
+    else:
+        rounded_bytes = 0 if settings.quantize == "none" else max(group_bytes(manifest, settings.dtype)[0])
+        n_fit = blocks_that_fit_card(free_bytes, block_bytes, rounded_bytes)
     n_fit = min(n_fit, settings.max_blocks or n_fit, limit.n_blocks or n_fit)
     believed = await _believed_spans(services, model, n_blocks)
     holders = holders_of(believed)
@@ -136,23 +144,29 @@ async def choose_blocks(
     n_bytes = sum(block_bytes[span.start : span.end])
     if settings.head and span.end == n_blocks:
         n_bytes += head_bytes
-    services.choices[slot] = PlacementChoice(model, span, n_bytes)
+    services.choices[slot] = PlacementChoice(model, span, n_bytes, card.uuid if card else "")
     reason = f"{decision.reason}; {limit.reason}" if n_fit == limit.n_blocks else decision.reason
     return Placement(model, span, reason)
 
 
-def _is_for_the_processor(device: str) -> bool:
-    """Will a worker that is told this device compute on the CPU? Nothing here may ask torch."""
-    return device == "cpu" or (not device and shutil.which("nvidia-smi") is None)
+async def _find_card(device: str, manifest: Manifest) -> Card | None:
+    """The card that a worker with this model takes, where its memory is known; GGUF is for the CPU if "" is said."""
+    if family_of(manifest) == PACKED or not is_with_cards():
+        return None
+    return find_card(device, await trio.to_thread.run_sync(list_cards, os.environ))
 
 
-def _free_bytes(services: HostingServices, slot: int) -> int:
-    """How much memory a worker may take: what is free, without what siblings are about to load; may be negative.
+def _free_bytes(services: HostingServices, slot: int, card: Card | None) -> int:
+    """How much memory a worker may take, of the machine or of a card; may be negative.
 
-    What the worker holds now is counted as free: it gives way to what is chosen.
+    That is what is free, without what siblings are about to load there. What the worker holds now is counted as free:
+    it gives way to what is chosen.
     """
-    n_bytes = measure_memory().free_bytes - services.presence.kept_bytes
+    free_bytes = measure_memory().free_bytes if card is None or card.free_bytes is None else card.free_bytes
+    n_bytes = free_bytes - services.presence.kept_bytes
     for other_slot, choice in services.choices.items():
+        if choice.card != (card.uuid if card else ""):
+            continue
         if other_slot == slot and choice.is_loaded:
             n_bytes += choice.n_bytes
         elif other_slot != slot and not choice.is_loaded:

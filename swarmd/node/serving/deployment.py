@@ -29,6 +29,7 @@ from swarmd.node.worker.worker_link import Handlers, WorkerLink, WorkerLinkStatu
 from swarmd.plan.chains.announcement import ServerLoad, is_news
 from swarmd.plan.chains.cache_admission import CacheLedger
 from swarmd.plan.chains.hosting import Placement
+from swarmd.plan.chains.memory import tokens_that_fit
 from swarmd.protocol.wire.frames import Frame
 from swarmd.protocol.wire.messages import AnyMessage, Refusal, encode_frame
 from swarmd.protocol.wire.tensors import ITEM_BYTES
@@ -178,14 +179,17 @@ class Deployment:
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what is reserved, or what half of the free memory can hold.
 
-        Never more than the settings say.
+        Never more than the settings say. On a card are caches only: history is the machine's.
         """
         if loaded.cache_tokens:
             return min(self._settings.cache_tokens, loaded.cache_tokens)
-        memory_bytes = loaded.device_memory_bytes or measure_memory().free_bytes
-        free_bytes = max(0, memory_bytes - self._services.presence.kept_bytes)
-        per_token = loaded.cache_bytes_per_token + ITEM_BYTES[self._settings.dtype] * loaded.hidden  # history too
-        return min(self._settings.cache_tokens, free_bytes // 2 // max(1, per_token))
+        machine_bytes = max(0, measure_memory().free_bytes - self._services.presence.kept_bytes)
+        history_bytes = ITEM_BYTES[self._settings.dtype] * loaded.hidden
+        card_bytes, cache_bytes = loaded.device_free_bytes, loaded.cache_bytes_per_token
+        if card_bytes is None:
+            return min(self._settings.cache_tokens, tokens_that_fit(machine_bytes, cache_bytes + history_bytes))
+        on_card, in_machine = tokens_that_fit(card_bytes, cache_bytes), tokens_that_fit(machine_bytes, history_bytes)
+        return min(self._settings.cache_tokens, on_card, in_machine)
 
     @property
     def load(self) -> ServerLoad:

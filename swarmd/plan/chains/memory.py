@@ -13,6 +13,8 @@ from swarmd.protocol.wire.tensors import ITEM_BYTES
 
 WORKSPACE_BYTES = 256 * 2**20  # what torch takes for a pass beside weights and caches
 SHARE_OF_FREE = 0.5  # for weights, where a server chooses by itself: the rest is for caches, history and others
+SHARE_OF_CARD = 0.8  # for weights, of a card's own memory: history is not there, nor are others
+CARD_BYTES = 2**30  # of a card, that its driver, libraries, graphs and the largest pass take beside weights and caches
 QUANTIZED_BITS = {"int8": 8.25, "int4": 5.0, "nf4": 4.5}  # a weight with its share of the scales
 
 
@@ -61,7 +63,7 @@ def group_bytes(
     What is quantised in its files is counted as it is loaded: plain, or in the bits asked for; experts in few bits are
     for CPUs (``shrinks_experts``).
     """
-    family = str(json.loads(manifest.config).get("model_type"))
+    family = family_of(manifest)
     n_bytes: Counter[int | None] = Counter()
     groups = dict(zip((entry.name for entry in manifest.entries), entry_groups(manifest), strict=True))
     if family == PACKED:
@@ -83,8 +85,28 @@ def group_bytes(
     return [n_bytes[block] for block in range(manifest.n_blocks)], n_bytes[manifest.n_blocks]
 
 
+def family_of(manifest: Manifest) -> str:
+    """The ``model_type`` of a model's configuration."""
+    return str(json.loads(manifest.config).get("model_type"))
+
+
 def blocks_that_fit(free_bytes: int, blocks: list[int]) -> int:
     """How many blocks a server takes that may choose: as many as fit beside a pass, and one at least."""
-    room_bytes = min(int(free_bytes * SHARE_OF_FREE), free_bytes - WORKSPACE_BYTES)
-    n_fit = room_bytes // max(1, *blocks)
-    return max(1, min(len(blocks), n_fit))
+    return _n_blocks(min(int(free_bytes * SHARE_OF_FREE), free_bytes - WORKSPACE_BYTES), blocks)
+
+
+def blocks_that_fit_card(free_bytes: int, blocks: list[int], plain_block_bytes: int = 0) -> int:
+    """How many blocks a server takes on a card with so much free memory of its own, one at least.
+
+    ``plain_block_bytes``: what one takes as it comes, before it is rounded to its few bits there.
+    """
+    return _n_blocks(min(int(free_bytes * SHARE_OF_CARD), free_bytes - CARD_BYTES - plain_block_bytes), blocks)
+
+
+def tokens_that_fit(free_bytes: int, token_bytes: int) -> int:
+    """How many tokens half of a memory holds, once the blocks are in it."""
+    return free_bytes // 2 // max(1, token_bytes)
+
+
+def _n_blocks(room_bytes: int, blocks: list[int]) -> int:
+    return max(1, min(len(blocks), room_bytes // max(1, *blocks)))

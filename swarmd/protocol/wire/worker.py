@@ -115,7 +115,8 @@ class Measured(Message, tag="measured", frozen=True):
 class Loaded(Message, tag="loaded", frozen=True):
     """Worker to daemon: the span is ready; what it runs on and how fast it was measured to be.
 
-    ``hidden``: numbers that travel of a token, the last ``digits`` of which are digits of its id.
+    ``device_free_bytes``: of a device's own memory, beside the span. ``hidden``: numbers that travel of a token, the
+    last ``digits`` of which are digits of its id.
     ``weights``: their format where it is the checkpoint's and not what was asked for; else "".
     ``cache_tokens``: those that are reserved for all sessions, by an engine that does that at once; else 0.
     ``team``: what its members are worth, or why there is none; ``seats``: those of the request that are in it.
@@ -123,6 +124,7 @@ class Loaded(Message, tag="loaded", frozen=True):
 
     device: Text = ""
     device_memory_bytes: Count | None = None
+    device_free_bytes: Count | None = None
     numerics: Name = ""
     weights: Name = ""
     quantization_error: float | None = None
