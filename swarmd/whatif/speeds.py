@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarmd.plan.chains.memory import SHARE_OF_FREE, blocks_that_fit
+from swarmd.plan.chains.memory import SHARE_OF_CARD, SHARE_OF_FREE, blocks_that_fit, blocks_that_fit_card
 from swarmd.values import Span
 from swarmd.whatif.scenario import MachineKind, ServedModel
 
@@ -59,9 +59,10 @@ def block_bytes(model: ServedModel) -> int:
 def count_fitting(kind: MachineKind, model: ServedModel) -> int:
     """How many blocks such a machine takes, as a server that chooses by itself; 0: not even one fits."""
     free_bytes = int(kind.memory_gb * 1e9)
-    if block_bytes(model) > SHARE_OF_FREE * free_bytes:
+    if block_bytes(model) > (SHARE_OF_CARD if kind.is_card else SHARE_OF_FREE) * free_bytes:
         return 0
-    return blocks_that_fit(free_bytes, [block_bytes(model)] * model.blocks)
+    count = blocks_that_fit_card if kind.is_card else blocks_that_fit
+    return count(free_bytes, [block_bytes(model)] * model.blocks)
 
 
 def count_cache_tokens(kind: MachineKind, model: ServedModel, span: Span, most_tokens: int) -> int:
