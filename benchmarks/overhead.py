@@ -1,6 +1,7 @@
 """What a token costs outside the kernels: client, gateway, daemons and worker links, with workers that answer at once.
 
-    python -m benchmarks.overhead [--width 1024] [--tokens 400] [--streams 16] [--rounds 3] [--profile]
+    python -m benchmarks.overhead [--width 1024] [--tokens 400] [--streams 16] [--rounds 3]
+        [--by library gateway] [--profile]
 
 Two servers of a small Llama on loopback whose workers hand their input back, so that all that is left is not computing:
 tokens/s of one stream and of several, by the library (a thread for each stream) and by the gateway's engine, and
@@ -196,29 +197,33 @@ async def forget(_: AnswerDelta) -> None:
     pass
 
 
-def client(settings: dict[str, Any]) -> None:
-    """Print one line of JSON."""
-    torch.set_num_threads(1)
+def by_threads(settings: dict[str, Any]) -> dict[str, list[Any]]:
+    """What a program finds that uses the library."""
     hops = tuple(Hop(PeerId(p), Span(a, b)) for p, a, b in settings["chain"])
-    n_tokens, n_streams = settings["tokens"], settings["streams"]
+    n_tokens = settings["tokens"]
     told: dict[str, list[Any]] = {}
-    profile = cProfile.Profile() if settings["profile"] else None
     with swarmd.connect(home=settings["home"]) as swarm:
         model = swarm.model("bench", lookup=False, chain=hops, wait_s=30)
         by_library(model, 1, 20)
         for _ in range(settings["rounds"]):
-            for n in (1, n_streams):
+            for n in (1, settings["streams"]):
                 measuring = Measuring(settings["processes"])
                 rate = by_library(model, n, n_tokens)
                 told.setdefault(f"library, {n}", []).append((rate, measuring.per_token_us(n * n_tokens)))
             told.setdefault("first token", []).append((first_token_s(model), copies_s(settings["width"])))
-        if profile is not None:
-            profile.enable()
-            by_library(model, 1, n_tokens)
-            profile.disable()
+        if settings["profile"]:
+            with cProfile.Profile() as profile:
+                by_library(model, 1, n_tokens)
             pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
-    for n in (1, n_streams):
-        arguments = (settings["home"], n, n_tokens, settings["rounds"], settings["processes"])
+    return told
+
+
+def client(settings: dict[str, Any]) -> None:
+    """Print one line of JSON."""
+    torch.set_num_threads(1)
+    told = by_threads(settings) if "library" in settings["by"] else {}
+    for n in (1, settings["streams"]) if "gateway" in settings["by"] else ():
+        arguments = (settings["home"], n, settings["tokens"], settings["rounds"], settings["processes"])
         told[f"gateway, {n}"] = trio.run(by_gateway, *arguments)
     print(json.dumps(told))
 
@@ -273,6 +278,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--by", nargs="+", choices=("library", "gateway"), default=["library", "gateway"])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--client", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from swarmd.client.drafts import AUTO, FoundDraft, find_draft, load_draft
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.model.swarm_head import HeadChecks, head_called
+from swarmd.client.model.traced_pass import trace_ends
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts, has_template
 from swarmd.client.text.tokenizer_trial import try_out
@@ -157,7 +158,9 @@ class ServedModels:
         def load() -> tuple[Ends, Tokenizer]:
             try_out(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            return Ends(folder, getattr(torch, dtype), head_folder, is_quick=head_source is None), tokenizer
+            ends = Ends(folder, getattr(torch, dtype), head_folder, is_quick=head_source is None)
+            ends.use_line(trace_ends(ends))
+            return ends, tokenizer
 
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError("this model has no tokenizer.json: it cannot be asked by text")

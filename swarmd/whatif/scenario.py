@@ -41,15 +41,14 @@ class MachineKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``prefill_ms`` a token of a prompt.
 
     Where these are not given they follow from memory bandwidth and arithmetic, as measured for machines of all kinds
-    (swarmd.whatif.speeds). ``is_card``: the memory is an NVIDIA card's own. ``places``: shares by name. ``serves``: only
-    this model.
+    (swarmd.whatif.speeds). ``places``: shares by name. ``serves``: only this model. ``is_card``: an NVIDIA card's own
+    memory.
     """
 
     name: Name
     count: Annotated[int, msgspec.Meta(ge=0, le=MOST_MACHINES)]
     memory_gb: Positive
     link: Name
-    is_card: bool = False
     memory_gb_per_s: Amount = 0
     tflops: Amount = 0
     block_ms: Amount = 0
@@ -58,6 +57,7 @@ class MachineKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     habit: str = ""
     places: dict[Name, Positive] = {}
     serves: str = ""
+    is_card: bool = False
 
 
 class LinkKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

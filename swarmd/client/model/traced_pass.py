@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from swarmd.compute.runs.expert_balance import FLAG
 from swarmd.protocol.models.configuration import PACKED
 
 if TYPE_CHECKING:
+    from swarmd.compute.model.ends import Ends
     from swarmd.compute.model.packed_model import PackedCausalLM
 
 logger = logging.getLogger(__name__)
@@ -191,6 +193,72 @@ def trace_model(
         logger.info("steps go through the family's own forward: %s", failure)
         return None
     return TracedPass(model, line, entry, [*constants, *entry_constants])
+
+
+def trace_ends(ends: Ends, arity: int = 0) -> TracedPass | None:
+    """Trace both ends of a model that rows of many sessions share, whose layers return so many values.
+
+    A line is of tokens [1, n]: those of n rows go through it as n tokens of one. None where no line can be had, or it
+    gives other numbers than the rows' own forward.
+    """
+    if ends.model.config.model_type == PACKED:
+        return None
+    ends.return_values(arity)
+    failures = []
+    for with_mask in (True, False):  # most look at values where they are given no mask, some where they are
+        try:
+            line = _trace_ends(ends, with_mask)
+            _compare_with_rows(ends, line)
+            return line
+        except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
+            failures.append(str(failure))
+    logger.info("rows go through the family's own forward: %s", "; ".join(failures))
+    return None
+
+
+def _trace_ends(ends: Ends, with_mask: bool) -> TracedPass:
+    model, remote, head = ends.model, ends.remote, ends.model.get_output_embeddings()
+    captured: list[torch.Tensor] = []
+
+    def pass_on(hidden: torch.Tensor) -> torch.Tensor:
+        captured.append(hidden)
+        return hidden
+
+    def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        n = ids.shape[1]
+        mask = {"attention_mask": torch.ones(1, 1, n, n, dtype=torch.bool)} if with_mask else {}
+        logits: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, **mask).logits
+        return logits
+
+    def enter(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with _replace_method(remote, "call", pass_on):
+            run(ids, positions)
+        return captured.pop()
+
+    own_head = type(head).forward.__get__(head)
+    remote_hole = _replace_method(remote, "call", _make_hole(REMOTE))
+    head_hole = _replace_method(head, "forward", _make_hole(HEAD))
+    with torch.no_grad(), remote_hole, head_hole, _bind_calls(torch.clone, own_head):
+        line, constants = _trace_function(run)
+        entry, entry_constants = _trace_function(enter)
+    return TracedPass(model, line, entry, [*constants, *entry_constants])
+
+
+def _compare_with_rows(ends: Ends, line: TracedPass) -> None:
+    """Raise RuntimeError where a line does not give the very numbers that rows of one token each get."""
+    for n in CHECKED:
+        ids, positions = _example_inputs(n)
+        rows = torch.cat(ends.embed([[token] for token in ids[0].tolist()], positions[0].tolist()))[:, 0]
+        entered = line.enter(ids, positions)[0]
+        hidden = torch.randn(rows.shape, generator=torch.Generator().manual_seed(n)).to(rows)
+        logits = line.compute(ids, positions, partial(_answer, hidden.unsqueeze(0)))[0]
+        if not torch.equal(entered, rows) or not torch.equal(logits.float(), ends.logits(hidden, ends.arity)):
+            raise RuntimeError("the line gives other numbers than rows of one token")
+
+
+def _answer(hidden: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """What a swarm does that has answered already."""
+    return hidden
 
 
 def _make_hole(which: int) -> Call:

@@ -6,10 +6,10 @@ breaks off; on the way out it puts in what the swarm has answered. So rows of ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,18 @@ class _BlockZeroReached(Exception):
         self.hidden = hidden
 
 
+class EndLine(Protocol):
+    """The family's forward as a straight line (client.model.traced_pass): ids and positions [1, n]."""
+
+    enter: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Gives what block 0 is given, [1, n, d]."""
+
+    def compute(
+        self, ids: torch.Tensor, positions: torch.Tensor, remote: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Give logits [1, n, vocabulary]; ``remote`` is what the swarm does."""
+
+
 # One forward of the family, used twice. Layer 0 is a RemoteLayer whose ``call`` is ``_at_block_0``:
 #
 #     embed:    ids ------> embedding, mask, rotary --> layer 0 raises with the hidden states
@@ -55,37 +67,44 @@ class Ends:
         device: str = "cpu",
         is_quick: bool = True,
     ) -> None:
-        self._model: Any = load_client_part(folder, dtype, device)
+        self.model: Any = load_client_part(folder, dtype, device)
         if int8_head is not None:
-            put_int8_head(self._model, int8_head)
+            put_int8_head(self.model, int8_head)
         if int8_head is not None or not is_quick:
-            map_vocabulary(self._model, folder)
+            map_vocabulary(self.model, folder)
         elif device == "cpu":
-            choose_kernel(self._model)
-        layers: Any = skeleton.decoder_layers(self._model)
+            choose_kernel(self.model)
+        layers: Any = skeleton.decoder_layers(self.model)
         self._layers = list(layers.children())
-        self._remote = skeleton.remote_layer_of(self._model)
-        self._remote.call = self._at_block_0
+        self.remote = skeleton.remote_layer_of(self.model)
+        self.remote.call = self._at_block_0
         self._swarm_output: torch.Tensor | None = None
-        settings = skeleton.text_config(self._model.config)
-        self.family = str(self._model.config.model_type)
+        self.arity = 0  # how many values the blocks' stand-ins return now; 0 is a bare tensor
+        self._line: EndLine | None = None
+        self._line_arity = 0
+        settings = skeleton.text_config(self.model.config)
+        self.family = str(self.model.config.model_type)
         self.vocabulary = int(settings.vocab_size)
         self.width = int(settings.hidden_size)
-        self.max_tokens = skeleton.longest_context(self._model.config)
+        self.max_tokens = skeleton.longest_context(self.model.config)
         self.generation: dict[str, Any] = skeleton.read_generation(folder)
         self.can_crop = all_look_back(settings)
         sources = (
             self.generation.get("eos_token_id"),
             settings.eos_token_id,
-            getattr(self._model.config, "eos_token_id", None),
+            getattr(self.model.config, "eos_token_id", None),
         )
         end_tokens = frozenset[int]().union(*map(_read_ids, sources))
         self.eos = frozenset(token for token in end_tokens if 0 <= token < self.vocabulary)
 
+    def use_line(self, line: EndLine | None) -> None:
+        """Have rows of one token go through a line that was traced for blocks as their stand-ins are now."""
+        self._line, self._line_arity = line, self.arity
+
     @property
     def input_embeddings(self) -> nn.Module:
         """What embeds tokens, before anything else that the family does to them."""
-        embed: nn.Module = self._model.get_input_embeddings()
+        embed: nn.Module = self.model.get_input_embeddings()
         return embed
 
     @cached_property
@@ -105,9 +124,7 @@ class Ends:
         embedded: list[torch.Tensor] = [torch.empty(0)] * len(rows)
         single = [i for i, ids in enumerate(rows) if len(ids) == 1]
         if single:
-            single_ids = [list(rows[i]) for i in single]
-            positions = [[starts[i]] for i in single]
-            batch = self._embed_tokens(single_ids, positions)
+            batch = self._embed_rows([rows[i][0] for i in single], [starts[i] for i in single])
             for index, i in enumerate(single):
                 embedded[i] = batch[index : index + 1].clone()
         for i, ids in enumerate(rows):
@@ -128,7 +145,10 @@ class Ends:
 
         ``arity``: how many values this family's layers return.
         """
-        return self._run_end(self._model, hidden, arity).logits[:, 0].float()  # type: ignore[no-any-return]
+        if self._line is not None and arity == self._line_arity:
+            zeros = torch.zeros(1, hidden.shape[0], dtype=torch.long)
+            return self._line.compute(zeros, zeros, lambda _: hidden.unsqueeze(0))[0].float()
+        return self._run_end(self.model, hidden, arity).logits[:, 0].float()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def states(self, hidden: torch.Tensor, arity: int) -> torch.Tensor:
@@ -136,21 +156,32 @@ class Ends:
 
         They are behind the final norm, as transformers' models without a head return them; ``arity`` as in ``logits``.
         """
-        out = self._run_end(self._model.base_model, hidden, arity)
+        out = self._run_end(self.model.base_model, hidden, arity)
         return out.last_hidden_state[:, 0].float()  # type: ignore[no-any-return]
+
+    def return_values(self, arity: int) -> None:
+        """Have the stand-ins for the blocks return as many values as the family's do."""
+        self.arity = arity
+        for layer in self._layers:
+            layer.returns_tuple = arity
 
     def _run_end(self, model: Any, hidden: torch.Tensor, arity: int) -> Any:
         """Run a forward whose blocks give what the swarm computed."""
-        for layer in self._layers:
-            layer.returns_tuple = arity
+        self.return_values(arity)
         self._swarm_output = hidden.unsqueeze(1)
         donor = self._swarm_output[..., : self.width]  # of its shape
         zeros = torch.zeros(hidden.shape[0], 1, dtype=torch.long, device=hidden.device)
-        entering = {"input_ids": zeros} if self._remote.bands else {"inputs_embeds": donor}
+        entering = {"input_ids": zeros} if self.remote.bands else {"inputs_embeds": donor}
         try:
             return model(**entering, position_ids=zeros, use_cache=False)
         finally:
             self._swarm_output = None
+
+    def _embed_rows(self, ids: list[int], positions: list[int]) -> torch.Tensor:
+        """Embed a token of each row: [n, 1, d]."""
+        if self._line is not None:
+            return self._line.enter(torch.tensor([ids]), torch.tensor([positions])).transpose(0, 1)
+        return self._embed_tokens([[token] for token in ids], [[position] for position in positions])
 
     def _embed_tokens(
         self,
@@ -159,7 +190,7 @@ class Ends:
     ) -> torch.Tensor:
         """Run the family's forward up to block 0, and return what that is given."""
         try:
-            self._model(
+            self.model(
                 input_ids=torch.tensor(ids),
                 position_ids=torch.tensor(positions),
                 use_cache=False,
