@@ -1,7 +1,8 @@
 """The Kademlia DHT as swarmd's RecordStore: a private namespace whose keys only their owner can write.
 
 Works round what was measured of py-libp2p's: the local copy never answers for the network, a tie prefers the newer
-bytes, the inbound limiter is widened, and provider lists are deduplicated.
+bytes, the inbound limiter is widened, provider lists are deduplicated, and the routing table is refreshed each four hours
+and not each ten minutes: eight members that nobody asked for anything moved 55 MiB a day for that alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import trio
+from libp2p.kad_dht import kad_dht
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.peer.id import ID
 from libp2p.records.validator import Validator
@@ -23,6 +25,7 @@ from swarmd.values import PeerId
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "swarmd"
+REFRESH_S = 14_400  # between two rounds of lookups that fill the routing table: members know each other by records
 LOOKUP_TIMEOUT_S = 10.0  # some rounds of queries, with dead peers among them
 Sequence = Callable[[str, bytes], int]
 """Check a value against its key and return its sequence number; raises SwarmError."""
@@ -61,6 +64,8 @@ class KademliaStore:
 
     def __init__(self, network: Libp2pNetwork, sequence: Sequence, is_server: bool = True) -> None:
         self._network = network
+        kad_dht.ROUTING_TABLE_REFRESH_INTERVAL = REFRESH_S
+        self._entered: set[PeerId] = set()
         self._dht = KadDHT(network.host, DHTMode.SERVER if is_server else DHTMode.CLIENT, strict_validation=True)
         self._dht.register_validator(NAMESPACE, OwnedValues(sequence))
         self._dht._inbound_limiter = trio.CapacityLimiter(256)
@@ -72,9 +77,12 @@ class KademliaStore:
             yield
 
     async def join(self, peers: list[PeerId]) -> None:
-        """Enter through peers that are connected already, and fill the routing table once."""
+        """Enter through peers that are connected already, and fill the routing table, if one of them is new."""
         for peer in peers:
             await self._dht.add_peer(ID.from_base58(peer), skip_server_mode_check=True)
+        if self._entered.issuperset(peers):
+            return
+        self._entered.update(peers)
         with trio.move_on_after(LOOKUP_TIMEOUT_S):
             await self._dht.refresh_routing_table()
 

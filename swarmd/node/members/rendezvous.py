@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_RENDEZVOUS_S = 0.5  # after the start
 RENDEZVOUS_INTERVAL_S = 40.0  # in the DHT, until it has worked and others are known
-SETTLED_RENDEZVOUS_S = 600.0  # from then on: it is for peers that know nobody, and keeps addresses for half an hour
+SETTLED_RENDEZVOUS_S = 7_200.0  # from then on: it is for peers that know nobody, and all of it is some 300 KB for eight
 
 
 class Rendezvous:
