@@ -99,6 +99,7 @@ class Member:
     skew_s: float = 0.0
     minor: int = OURS.minor
     met: set[PeerId] = field(default_factory=set)
+    asked: dict[PeerId, float] = field(default_factory=dict)  # overdue, and asked since
     gone: set[PeerId] = field(default_factory=set)  # did not answer when they were asked last
     standing: Any = field(default_factory=lambda: SimpleNamespace(fault=lambda *_: None))
 
@@ -131,9 +132,13 @@ class Member:
         strangers = self.met - members or {other.peer for other in self.swarm.others(self) if not members}
         self.met |= members
         overdue = self.exchange.book.overdue(self.wall_clock())
+        self.asked = {peer: until for peer, until in self.asked.items() if overdue.get(peer) == until}
+        unasked = [peer for peer in overdue if peer not in self.asked]
         connected = members - self.gone if len(members) <= N_NEIGHBOURS else set()
-        partners = choose_partners(members, connected, strangers, overdue, self.swarm.rng.random())
+        partners = choose_partners(members, connected, strangers, unasked, self.swarm.rng.random())
         other = self.swarm.rng.choice(partners)
+        if other in overdue:
+            self.asked[other] = overdue[other]
         try:
             is_quiet = not await self.exchange.pull(self, other)  # type: ignore[arg-type]
             self.gone.discard(other)

@@ -1,6 +1,6 @@
 """What a token costs outside the kernels: client, gateway, daemons and worker links, with workers that answer at once.
 
-    python -m benchmarks.overhead [--width 1024] [--tokens 400] [--streams 16] [--rounds 3]
+    python -m benchmarks.overhead [--width 1024] [--tokens 400] [--streams 16] [--rounds 3] [--prompts 3]
         [--by library gateway] [--profile]
 
 Two servers of a small Llama on loopback whose workers hand their input back, so that all that is left is not computing:
@@ -210,7 +210,8 @@ def by_threads(settings: dict[str, Any]) -> dict[str, list[Any]]:
                 measuring = Measuring(settings["processes"])
                 rate = by_library(model, n, n_tokens)
                 told.setdefault(f"library, {n}", []).append((rate, measuring.per_token_us(n * n_tokens)))
-            told.setdefault("first token", []).append((first_token_s(model), copies_s(settings["width"])))
+            for _ in range(settings["prompts"]):
+                told.setdefault("first token", []).append((first_token_s(model), copies_s(settings["width"])))
         if settings["profile"]:
             with cProfile.Profile() as profile:
                 by_library(model, 1, n_tokens)
@@ -278,6 +279,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--by", nargs="+", choices=("library", "gateway"), default=["library", "gateway"])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--client", type=json.loads, help=argparse.SUPPRESS)

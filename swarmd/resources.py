@@ -7,6 +7,7 @@ Everything that asks for memory asks here. A limit that was not counted is found
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import shutil
@@ -21,12 +22,11 @@ import psutil
 from swarmd.cgroups import cpu_quota, memory_limits
 
 CARD_TOOL = "nvidia-smi"
-CARD_MEMORY = (CARD_TOOL, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
+CARD_MEMORY = (CARD_TOOL, "--query-gpu=uuid,memory.free,name", "--format=csv,noheader,nounits")
 CARD_TEMPERATURES = (CARD_TOOL, "--query-gpu=temperature.gpu", "--format=csv,noheader,nounits")
 CARD_TIMEOUT_S = 2.0  # for the driver to answer
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-CARDS_AS_LISTED = {ORDER: "PCI_BUS_ID"}
-"""What has CUDA number cards as the tool does, where nobody has said otherwise: its own way is the fastest first."""
+AS_LISTED = "PCI_BUS_ID"  # what has CUDA number cards as the tool does: by itself the fastest is the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,13 @@ def is_with_cards() -> bool:
     return shutil.which(CARD_TOOL) is not None
 
 
+def can_use_cards() -> bool:
+    """Is torch built for NVIDIA's cards, as far as its files say?"""
+    torch = importlib.util.find_spec("torch")
+    folders = torch.submodule_search_locations if torch is not None else None
+    return any(any(Path(folder, "lib").glob("*torch_cuda*")) for folder in folders or ())
+
+
 def temperatures_c() -> list[float]:
     """Of each card that tells one."""
     told = _ask_driver(CARD_TEMPERATURES) if is_with_cards() else ""
@@ -82,11 +89,14 @@ def temperatures_c() -> list[float]:
 
 
 def list_cards(environment: Mapping[str, str]) -> list[Card]:
-    """Cards that a process with this environment sees, as torch numbers them; none where the driver tells none."""
-    cards = []
+    """Cards that a process with this environment sees, as torch numbers them; none where nobody here can tell."""
+    cards, names = list[Card](), set[str]()
     for line in _ask_driver(CARD_MEMORY).splitlines():
-        uuid, _, free_mib = line.partition(", ")
-        cards.append(Card(uuid, int(free_mib) << 20 if free_mib.strip().isdigit() else None))
+        uuid, free_mib, name = [*line.split(", ", 2), "", ""][:3]
+        cards.append(Card(uuid, int(free_mib) << 20 if free_mib.isdigit() else None))
+        names.add(name)
+    if len(names) > 1 and environment.get(ORDER) != AS_LISTED:
+        return []
     visible = environment.get(VISIBLE)
     return cards if visible is None else _pick_visible(cards, visible.split(","))
 

@@ -8,7 +8,7 @@ import pytest
 
 from swarmd.resources import Card, find_card, list_cards
 
-LISTED = "GPU-aaaa, 12034\nGPU-abbb, 8000\nGPU-cccc, [N/A]\nGPU-dddd, 24000\n"
+LISTED = "".join(f"GPU-{card}, NVIDIA Card\\n" for card in ("aaaa, 12034", "abbb, 8000", "cccc, [N/A]", "dddd, 24000"))
 A, B, C = Card("GPU-aaaa", 12034 << 20), Card("GPU-abbb", 8000 << 20), Card("GPU-cccc", None)
 D = Card("GPU-dddd", 24000 << 20)
 
@@ -46,8 +46,16 @@ def test_a_worker_takes_the_card_that_its_device_names(tool: Path) -> None:
     assert find_card("", []) is None
 
 
+def test_cards_of_several_kinds_are_known_by_number_where_their_order_is(tool: Path) -> None:
+    """CUDA's own is the fastest first, which the tool does not tell."""
+    tool.write_text("#!/bin/sh\nprintf 'GPU-aaaa, 2000, NVIDIA T400\\nGPU-dddd, 24000, NVIDIA GeForce RTX 4090\\n'\n")
+    assert list_cards({}) == list_cards({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == []
+    first, _ = list_cards({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    assert first == Card("GPU-aaaa", 2000 << 20)
+
+
 def test_a_driver_that_fails_tells_of_no_cards(tool: Path) -> None:
-    tool.write_text("#!/bin/sh\necho 'GPU-aaaa, 12034'; exit 9\n")
+    tool.write_text("#!/bin/sh\necho 'GPU-aaaa, 12034, NVIDIA Card'; exit 9\n")
     assert list_cards({}) == []
     tool.unlink()
     assert list_cards({}) == []

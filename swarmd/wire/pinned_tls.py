@@ -80,7 +80,10 @@ def let_rest(connection: socket.socket, is_resting: bool) -> None:
 
     Each look is four packets: a day of them every 4 s are 4 MiB on each connection.
     """
-    _set_options(connection, {"TCP_KEEPIDLE": RESTING_S if is_resting else KEEPALIVE["TCP_KEEPIDLE"]})
+    # The kernel ends a connection once it has heard nothing for TCP_USER_TIMEOUT and one look is not answered, whatever
+    # TCP_KEEPCNT says: after a minute's rest that would be the first one that is lost.
+    resting = {"TCP_KEEPIDLE": RESTING_S, "TCP_USER_TIMEOUT": 1_000 * RESTING_S + KEEPALIVE["TCP_USER_TIMEOUT"]}
+    _set_options(connection, {name: resting[name] if is_resting else KEEPALIVE[name] for name in resting})
 
 
 def _set_options(connection: socket.socket, options: dict[str, int]) -> None:

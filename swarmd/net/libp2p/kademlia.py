@@ -82,9 +82,10 @@ class KademliaStore:
             await self._dht.add_peer(ID.from_base58(peer), skip_server_mode_check=True)
         if self._entered.issuperset(peers):
             return
-        self._entered.update(peers)
-        with trio.move_on_after(LOOKUP_TIMEOUT_S):
+        with trio.move_on_after(LOOKUP_TIMEOUT_S) as lookup:
             await self._dht.refresh_routing_table()
+        if not lookup.cancelled_caught:
+            self._entered.update(peers)
 
     async def put(self, key: str, value: bytes) -> None:
         """Store a value with the peers nearest to its key. Raises Unreachable."""

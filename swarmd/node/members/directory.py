@@ -81,6 +81,7 @@ class Directory:
         self._memory = memory
         self._is_exchange_on = is_exchange_on
         self._describe: Describe = list
+        self._asked: dict[PeerId, float] = {}  # since their last beats, until when these count
         self._announce_now = trio.Event()
         self._told_of_catalog: tuple[int, int, int] | None = None
         self._exchanged_at: float | None = None
@@ -195,8 +196,13 @@ class Directory:
         me, members = self._rpc.network.peer_id, self._others()
         strangers = self._memory.known.keys() - members - {me}
         overdue = self.exchange.book.overdue(self.exchange.now())
-        partners = choose_partners(members, self._rpc.peers() - {me}, strangers, overdue, self._rng.random())
-        return self._rng.choice(partners) if partners else None
+        self._asked = {peer: until for peer, until in self._asked.items() if overdue.get(peer) == until}
+        unasked = [peer for peer in overdue if peer not in self._asked]
+        partners = choose_partners(members, self._rpc.peers() - {me}, strangers, unasked, self._rng.random())
+        partner = self._rng.choice(partners) if partners else None
+        if partner in overdue:  # once: one that hangs is not to take the exchanges by which others stay known
+            self._asked[partner] = overdue[partner]
+        return partner
 
     async def _exchange_with(self, peer: PeerId) -> bool | None:
         """Exchange with a peer; was there news for either side? None: it did not answer."""

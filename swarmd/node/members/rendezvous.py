@@ -29,7 +29,7 @@ SETTLED_RENDEZVOUS_S = 7_200.0  # from then on: it is for peers that know nobody
 
 
 class Rendezvous:
-    """See the module. ``state`` says whether the DHT keeps this member's record; None: it cannot be said."""
+    """See the module. ``state`` says whether the DHT knows this member; None: it cannot be said."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Rendezvous:
                 await self._find_others()
                 await self._store.put(record_key(swarm_id, me), own_value())
                 await self._store.provide(swarm_id)
-                self.state = Decision(True, "the DHT keeps this member's record")
+                self.state = Decision(True, "the DHT knows this member")
             except PeerError as error:
                 logger.debug("rendezvous: %s", error)
                 is_indexed = False if self._knows_others() else None  # None: nobody is there who could keep it

@@ -33,7 +33,7 @@ from swarmd.protocol.membership.records import SpanRecord
 from swarmd.protocol.models.configuration import PACKED
 from swarmd.protocol.models.manifest import Manifest
 from swarmd.protocol.understanding import Understanding
-from swarmd.resources import Card, find_card, is_with_cards, list_cards, measure_memory
+from swarmd.resources import Card, can_use_cards, find_card, is_with_cards, list_cards, measure_memory
 from swarmd.usage_ledger import UsageLedger
 from swarmd.values import ModelId, PeerId, Span
 
@@ -52,6 +52,7 @@ class PlacementChoice:
     n_bytes: int
     card: str = ""  # the uuid of the one whose memory they take; "" is the machine's
     is_loaded: bool = False
+    promised_bytes: int = 0  # of that card, for caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ async def choose_blocks(
 
 async def _find_card(device: str, manifest: Manifest) -> Card | None:
     """The card that a worker with this model takes, where its memory is known; GGUF is for the CPU if "" is said."""
-    if family_of(manifest) == PACKED or not is_with_cards():
+    if family_of(manifest) == PACKED or not is_with_cards() or not can_use_cards():
         return None
     return find_card(device, await trio.to_thread.run_sync(list_cards, os.environ))
 
@@ -159,8 +160,8 @@ async def _find_card(device: str, manifest: Manifest) -> Card | None:
 def _free_bytes(services: HostingServices, slot: int, card: Card | None) -> int:
     """How much memory a worker may take, of the machine or of a card; may be negative.
 
-    That is what is free, without what siblings are about to load there. What the worker holds now is counted as free:
-    it gives way to what is chosen.
+    That is what is free, without what siblings are about to load there, or have promised to caches. What the worker
+    holds now is counted as free: it gives way to what is chosen.
     """
     free_bytes = measure_memory().free_bytes if card is None or card.free_bytes is None else card.free_bytes
     n_bytes = free_bytes - services.presence.kept_bytes
@@ -169,8 +170,8 @@ def _free_bytes(services: HostingServices, slot: int, card: Card | None) -> int:
             continue
         if other_slot == slot and choice.is_loaded:
             n_bytes += choice.n_bytes
-        elif other_slot != slot and not choice.is_loaded:
-            n_bytes -= choice.n_bytes
+        elif other_slot != slot:
+            n_bytes -= choice.promised_bytes if choice.is_loaded else choice.n_bytes
     return n_bytes
 
 

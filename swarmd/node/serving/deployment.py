@@ -179,16 +179,18 @@ class Deployment:
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what is reserved, or what half of the free memory can hold.
 
-        Never more than the settings say. On a card are caches only: history is the machine's.
+        Never more than the settings say. On a card are caches only: history is the
+        machine's, of which its owner then keeps nothing back.
         """
         if loaded.cache_tokens:
             return min(self._settings.cache_tokens, loaded.cache_tokens)
-        machine_bytes = max(0, measure_memory().free_bytes - self._services.presence.kept_bytes)
+        free_bytes = measure_memory().free_bytes
         history_bytes = ITEM_BYTES[self._settings.dtype] * loaded.hidden
         card_bytes, cache_bytes = loaded.device_free_bytes, loaded.cache_bytes_per_token
         if card_bytes is None:
-            return min(self._settings.cache_tokens, tokens_that_fit(machine_bytes, cache_bytes + history_bytes))
-        on_card, in_machine = tokens_that_fit(card_bytes, cache_bytes), tokens_that_fit(machine_bytes, history_bytes)
+            own_bytes = max(0, free_bytes - self._services.presence.kept_bytes)
+            return min(self._settings.cache_tokens, tokens_that_fit(own_bytes, cache_bytes + history_bytes))
+        on_card, in_machine = tokens_that_fit(card_bytes, cache_bytes), tokens_that_fit(free_bytes, history_bytes)
         return min(self._settings.cache_tokens, on_card, in_machine)
 
     @property

@@ -211,6 +211,9 @@ class Hosting:
         if choice is not None:
             choice.is_loaded = worker.loaded is not None
         deployment.follow_worker(worker)
+        if choice is not None and choice.card and worker.loaded is not None:
+            n_tokens = deployment.server.ledger.total_tokens
+            choice.promised_bytes = n_tokens * worker.loaded.cache_bytes_per_token
         self._services.directory.announce_soon()
 
     # --- what it says of itself -------------------------------------------------------------------------------

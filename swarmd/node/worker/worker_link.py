@@ -48,7 +48,7 @@ from swarmd.protocol.wire.worker import (
     WorkerFailed,
     WorkerMessage,
 )
-from swarmd.resources import CARDS_AS_LISTED, measure_memory
+from swarmd.resources import measure_memory
 from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class SubprocessWorker:
 
 def _launch(module: str, file: int) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start a worker that talks at ``file``: a new process, or one of the fork server where there is one."""
-    environment = {**CARDS_AS_LISTED, **os.environ, **WITHOUT_A_HUB}
+    environment = {**os.environ, **WITHOUT_A_HUB}
     if server := os.environ.get(VARIABLE):
         return ForkedProcess(server, module, ["{0}"], [file], environment)
     command = [*COMMAND, START.format(module), str(file)]

@@ -21,8 +21,8 @@ def choose_partners(
     """Choose among whom the next one is drawn; nobody where nobody is known. ``luck`` is drawn, too: from 0 to 1.
 
     Mostly it is those that are connected, now and then ``strangers``, who were known once. ``overdue`` are members of
-    whom no beat has come for long, longest first: one of them that is connected is asked itself before it is given up,
-    as its beats may have gone round.
+    whom no beat has come for long and who were not asked since, longest first: one of them that is connected is asked
+    itself before it is given up, as its beats may have gone round.
     """
     suspect = next((peer for peer in overdue if peer in connected), None)
     if suspect is not None:

@@ -175,15 +175,19 @@ class RecordBook:
             n_new += is_news
         return n_new
 
-    def overdue(self, now: float) -> list[PeerId]:
-        """Peers that will count no more within one of their beats, if none is heard of; the first come first."""
-        soon: dict[PeerId, float] = {}
+    def overdue(self, now: float) -> dict[PeerId, float]:
+        """Peers that will count no more within one of their beats, if none is heard of, and until when they do.
+
+        The first come first. Of a peer with several chains the one that was beaten last counts.
+        """
+        ends: dict[PeerId, tuple[float, int]] = {}
         for entry in self.entries.values():
-            if entry.life is not None and entry.record.expires_at > now:
-                left_s = self._lives[entry.life.chain].counts_until - now
-                if left_s < entry.record.beat_s:
-                    soon[PeerId(entry.record.peer)] = left_s
-        return sorted(soon, key=soon.__getitem__)
+            if entry.life is not None:
+                peer = PeerId(entry.record.peer)
+                end = self._lives[entry.life.chain].counts_until, entry.record.beat_s
+                ends[peer] = max(end, ends.get(peer, end))
+        soon = sorted((end_s, peer) for peer, (end_s, beat_s) in ends.items() if end_s - now < beat_s)
+        return {peer: end_s for end_s, peer in soon}
 
     def excuse_silence(self, deaf_s: float) -> None:
         """Count on everybody's beats as if so many seconds had not passed; a clock that was set back passed fewer."""

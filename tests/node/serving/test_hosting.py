@@ -14,12 +14,15 @@ from swarmd.client.links.ops import StepInput
 from swarmd.config import Serve
 from swarmd.daemon import Daemon
 from swarmd.errors import ConfigError
+from swarmd.node.serving import choosing
 from swarmd.node.serving.deployment import DRAIN_S, GRACE_S
 from swarmd.node.serving.hosting import Hosting
 from swarmd.plan.chains.hosting import HostingState
 from swarmd.plan.chains.placement import Target
 from swarmd.protocol.membership.catalog import Catalog, sign_catalog
-from swarmd.values import Decision, Span
+from swarmd.protocol.models.manifest import Manifest
+from swarmd.resources import Card
+from swarmd.values import Decision, ModelId, Span
 from tests.sim.swarm import HIDDEN, Reference, SimSwarm
 
 
@@ -52,6 +55,23 @@ async def test_it_loads_comes_online_and_says_why_it_holds_what_it_holds(virtual
         assert (row.serving.blocks, row.serving.why) == ((0, 4), "blocks [0,4), as --blocks says")
         (record,) = served.records()
         assert (record["state"], record["slot"], record["any_model"]) == ("online", 0, False)
+
+
+@pytest.mark.parametrize(("free_gib", "promised_gib", "n_blocks"), [(8, 0, 4), (0, 0, 1), (8, 7.5, 1)])
+async def test_blocks_are_chosen_by_the_memory_of_the_card_that_computes(
+    free_gib: float, promised_gib: float, n_blocks: int, virtual_time: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_card(device: str, manifest: Manifest) -> Card:
+        return Card("GPU-1", int(free_gib * 2**30))
+
+    monkeypatch.setattr(choosing, "_find_card", find_card)
+    async with hosting(is_fixed=False) as (served, _, _):
+        promised = int(promised_gib * 2**30)
+        sibling = choosing.PlacementChoice(ModelId("another"), Span(0, 1), 2**30, "GPU-1", True, promised)
+        served._services.choices[7] = sibling
+        await until(served, HostingState.ONLINE)
+        assert served.deployment is not None
+        assert len(served.deployment.placement.span) == n_blocks
 
 
 async def test_a_drained_one_rests_says_so_and_resumes(virtual_time: MockClock) -> None:

@@ -84,12 +84,22 @@ def test_a_newer_record_of_the_same_chain_is_known_to_be_alive() -> None:
 
 def test_who_is_soon_given_up_is_told_before_it_is() -> None:
     book = book_of(Author("a"), Author("b"), Author("c"), a=5, b=6)
-    assert book.overdue(2 * BEAT_S) == []
-    assert book.overdue(2 * BEAT_S + 1) == ["c"]
+    assert not book.overdue(2 * BEAT_S)
+    assert book.overdue(2 * BEAT_S + 1) == {"c": 3 * BEAT_S}
     assert book.expire(BEATS_KEPT * BEAT_S)
-    assert book.overdue((6 + BEATS_KEPT) * BEAT_S - 1) == ["a", "b"]
+    assert [*book.overdue((6 + BEATS_KEPT) * BEAT_S - 1)] == ["a", "b"]
     book.excuse_silence(3 * BEAT_S)
-    assert book.overdue((6 + BEATS_KEPT) * BEAT_S - 1) == []
+    assert not book.overdue((6 + BEATS_KEPT) * BEAT_S - 1)
+
+
+def test_who_beats_on_another_chain_is_not_overdue_for_what_it_withdrew() -> None:
+    before, since = Author("a"), Author("a", begun_at=BEAT_S)
+    book = book_of(before)
+    peer, _ = since.records(2)
+    assert book.add(peer).action, "its span was withdrawn"
+    assert book.take_beats_untrusted([since.beat(2)], 3 * BEAT_S) == 1
+    assert len(book.entries) == 2
+    assert not book.overdue(3 * BEAT_S - 1)
 
 
 def test_only_beats_and_buckets_that_differ_are_told() -> None:
