@@ -38,7 +38,7 @@ from swarmd.node.members.record_signer import USED, RecordSigner
 from swarmd.plan.links.traffic import ack_bytes, wire_bytes
 from swarmd.plan.members.buckets import IN_A_BUCKET, BucketDigest
 from swarmd.plan.members.pacing import NEWS_S, beat_s, exchange_s, next_exchange_s, rarely_s
-from swarmd.plan.members.partners import N_NEIGHBOURS, choose_partners
+from swarmd.plan.members.partners import N_NEIGHBOURS, Suspects, choose_partners
 from swarmd.protocol.membership import records
 from swarmd.protocol.membership.beats import MAX_SKEW_S, MOST_BEATS, SecretChain
 from swarmd.protocol.membership.identity import Identity, certify
@@ -99,7 +99,7 @@ class Member:
     skew_s: float = 0.0
     minor: int = OURS.minor
     met: set[PeerId] = field(default_factory=set)
-    asked: dict[PeerId, float] = field(default_factory=dict)  # overdue, and asked since
+    suspects: Suspects = field(default_factory=Suspects)
     gone: set[PeerId] = field(default_factory=set)  # did not answer when they were asked last
     standing: Any = field(default_factory=lambda: SimpleNamespace(fault=lambda *_: None))
 
@@ -131,14 +131,11 @@ class Member:
         members = self.exchange.view().peers.keys() - {self.peer}
         strangers = self.met - members or {other.peer for other in self.swarm.others(self) if not members}
         self.met |= members
-        overdue = self.exchange.book.overdue(self.wall_clock())
-        self.asked = {peer: until for peer, until in self.asked.items() if overdue.get(peer) == until}
-        unasked = [peer for peer in overdue if peer not in self.asked]
+        unasked = self.suspects.list_unasked(self.exchange.book.overdue(self.wall_clock()))
         connected = members - self.gone if len(members) <= N_NEIGHBOURS else set()
         partners = choose_partners(members, connected, strangers, unasked, self.swarm.rng.random())
         other = self.swarm.rng.choice(partners)
-        if other in overdue:
-            self.asked[other] = overdue[other]
+        self.suspects.note_asked(other)
         try:
             is_quiet = not await self.exchange.pull(self, other)  # type: ignore[arg-type]
             self.gone.discard(other)

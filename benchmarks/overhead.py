@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,7 @@ class NoSpan(LoadedSpan):
 
 
 def load_nothing(request: LoadSpan, signals: LoadSignals) -> LoadedEngine:
-    def load(request: LoadSpan, signals: LoadSignals) -> LoadedSpan:
-        return load_span(request, signals, NoSpan)
-
-    loaded = load_torch_engine(request, signals, load)
+    loaded = load_torch_engine(request, signals, partial(load_span, kind=NoSpan))
     return LoadedEngine(loaded.engine, loaded.description, loaded.fine_tuning, loaded.head)
 
 

@@ -157,7 +157,6 @@ def trace_model(
     if model.config.model_type == PACKED:
         return StraightPass(model)
     family = type(model).forward.__get__(model)
-    head = model.get_output_embeddings()
     parameters = inspect.signature(type(model).forward).parameters
     no_routers = {FLAG: False} if FLAG in parameters else {}
     takes_positions = "position_ids" in parameters
@@ -171,6 +170,17 @@ def trace_model(
         logits: torch.Tensor = family(input_ids=ids, use_cache=True, **arguments).logits
         return logits
 
+    try:
+        return _trace_parts(model, layers[0], run)
+    except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
+        logger.info("steps go through the family's own forward: %s", failure)
+        return None
+
+
+def _trace_parts(model: Any, first_layer: Any, run: traced.Pass) -> TracedPass:
+    """Trace a forward, and by itself its part up to ``first_layer``. Raises whatever the tracer does."""
+    head = model.get_output_embeddings()
+
     def enter(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         captured: list[torch.Tensor] = []
 
@@ -178,20 +188,16 @@ def trace_model(
             captured.append(hidden)
             return hidden
 
-        with _replace_method(layers[0], "call", pass_on):
+        with _replace_method(first_layer, "call", pass_on):
             run(ids, positions)
         return captured[0]
 
-    try:
-        own_head = type(head).forward.__get__(head)
-        remote_hole = _replace_method(layers[0], "call", _make_hole(REMOTE))
-        head_hole = _replace_method(head, "forward", _make_hole(HEAD))
-        with torch.no_grad(), remote_hole, head_hole, _bind_calls(torch.clone, own_head):
-            line, constants = _trace_function(run)
-            entry, entry_constants = _trace_function(enter)
-    except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
-        logger.info("steps go through the family's own forward: %s", failure)
-        return None
+    own_head = type(head).forward.__get__(head)
+    remote_hole = _replace_method(first_layer, "call", _make_hole(REMOTE))
+    head_hole = _replace_method(head, "forward", _make_hole(HEAD))
+    with torch.no_grad(), remote_hole, head_hole, _bind_calls(torch.clone, own_head):
+        line, constants = _trace_function(run)
+        entry, entry_constants = _trace_function(enter)
     return TracedPass(model, line, entry, [*constants, *entry_constants])
 
 
@@ -217,31 +223,13 @@ def trace_ends(ends: Ends, arity: int = 0) -> TracedPass | None:
 
 
 def _trace_ends(ends: Ends, with_mask: bool) -> TracedPass:
-    model, remote, head = ends.model, ends.remote, ends.model.get_output_embeddings()
-    captured: list[torch.Tensor] = []
-
-    def pass_on(hidden: torch.Tensor) -> torch.Tensor:
-        captured.append(hidden)
-        return hidden
-
     def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         n = ids.shape[1]
         mask = {"attention_mask": torch.ones(1, 1, n, n, dtype=torch.bool)} if with_mask else {}
-        logits: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, **mask).logits
+        logits: torch.Tensor = ends.model(input_ids=ids, position_ids=positions, use_cache=False, **mask).logits
         return logits
 
-    def enter(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with _replace_method(remote, "call", pass_on):
-            run(ids, positions)
-        return captured.pop()
-
-    own_head = type(head).forward.__get__(head)
-    remote_hole = _replace_method(remote, "call", _make_hole(REMOTE))
-    head_hole = _replace_method(head, "forward", _make_hole(HEAD))
-    with torch.no_grad(), remote_hole, head_hole, _bind_calls(torch.clone, own_head):
-        line, constants = _trace_function(run)
-        entry, entry_constants = _trace_function(enter)
-    return TracedPass(model, line, entry, [*constants, *entry_constants])
+    return _trace_parts(ends.model, ends.remote, run)
 
 
 def _compare_with_rows(ends: Ends, line: TracedPass) -> None:

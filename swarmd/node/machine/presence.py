@@ -46,7 +46,7 @@ POWER_SUPPLIES = Path("/sys/class/power_supply")  # Linux': a folder for each
 SUPPLY = ("type", "scope", "status", "online")  # files in it
 CLOCK_SET = timedelta(seconds=2)  # more than two looks at two clocks differ by, or the network corrects in an hour
 LATEST_PAUSE_S = 253_370_764_800.0  # since 1970: what comes after the year 9998 cannot be shown in every zone
-SENSOR_TIMEOUT_S = 2.0  # for logind, or a card's driver, to answer
+SENSOR_TIMEOUT_S = 2.0  # for logind to answer
 
 
 class _PauseFile(msgspec.Struct, frozen=True):

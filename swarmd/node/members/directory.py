@@ -28,7 +28,7 @@ from swarmd.plan.chains.view import SwarmView
 from swarmd.plan.layouts.nearness import Surroundings
 from swarmd.plan.links.coordinates import WORST_ERROR, NetworkPoint, locate
 from swarmd.plan.members.pacing import news_s, next_exchange_s
-from swarmd.plan.members.partners import choose_partners
+from swarmd.plan.members.partners import Suspects, choose_partners
 from swarmd.protocol.membership.records import ExchangeBody, SpanRecord
 from swarmd.protocol.understanding import BEATS
 from swarmd.status import DirectoryStatus
@@ -81,7 +81,7 @@ class Directory:
         self._memory = memory
         self._is_exchange_on = is_exchange_on
         self._describe: Describe = list
-        self._asked: dict[PeerId, float] = {}  # since their last beats, until when these count
+        self._suspects = Suspects()
         self._announce_now = trio.Event()
         self._told_of_catalog: tuple[int, int, int] | None = None
         self._exchanged_at: float | None = None
@@ -195,13 +195,12 @@ class Directory:
     def _choose_partner(self) -> PeerId | None:
         me, members = self._rpc.network.peer_id, self._others()
         strangers = self._memory.known.keys() - members - {me}
-        overdue = self.exchange.book.overdue(self.exchange.now())
-        self._asked = {peer: until for peer, until in self._asked.items() if overdue.get(peer) == until}
-        unasked = [peer for peer in overdue if peer not in self._asked]
+        unasked = self._suspects.list_unasked(self.exchange.book.overdue(self.exchange.now()))
         partners = choose_partners(members, self._rpc.peers() - {me}, strangers, unasked, self._rng.random())
-        partner = self._rng.choice(partners) if partners else None
-        if partner in overdue:  # once: one that hangs is not to take the exchanges by which others stay known
-            self._asked[partner] = overdue[partner]
+        if not partners:
+            return None
+        partner = self._rng.choice(partners)
+        self._suspects.note_asked(partner)
         return partner
 
     async def _exchange_with(self, peer: PeerId) -> bool | None:

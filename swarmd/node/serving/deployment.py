@@ -179,8 +179,8 @@ class Deployment:
     def _tokens_that_fit(self, loaded: Loaded) -> int:
         """Cache tokens that may be promised: what is reserved, or what half of the free memory can hold.
 
-        Never more than the settings say. On a card are caches only: history is the
-        machine's, of which its owner then keeps nothing back.
+        Never more than the settings say. On a card are caches only: history is the machine's, of which its owner then
+        keeps nothing back.
         """
         if loaded.cache_tokens:
             return min(self._settings.cache_tokens, loaded.cache_tokens)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from swarmd.values import PeerId
 
 N_NEIGHBOURS = 8  # connected members, among whom exchanges stay: a connection costs more than an exchange
 ANYBODY = 1 / 64  # of exchanges, with whoever it is
 RETURNING = 0.1  # of exchanges, with somebody of whom nothing is heard: it may be back
+
+
+class Suspects:
+    """Who is overdue, each asked once: one that hangs is not to take the exchanges by which others stay known."""
+
+    def __init__(self) -> None:
+        self._overdue: Mapping[PeerId, float] = {}
+        self._asked: dict[PeerId, float] = {}  # since their last beats, until when these count
+
+    def list_unasked(self, overdue: Mapping[PeerId, float]) -> list[PeerId]:
+        """Those of ``overdue`` (until when they count) that were not asked since their last beats."""
+        self._overdue = overdue
+        self._asked = {peer: until for peer, until in self._asked.items() if overdue.get(peer) == until}
+        return [peer for peer in overdue if peer not in self._asked]
+
+    def note_asked(self, peer: PeerId) -> None:
+        """Somebody is asked now, whether suspected or not."""
+        if peer in self._overdue:
+            self._asked[peer] = self._overdue[peer]
 
 
 def choose_partners(
