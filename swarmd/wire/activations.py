@@ -8,7 +8,7 @@ import torch
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.untrusted import decode
-from swarmd.wire.tensors import pack, pack_gradient, unpack_values_untrusted
+from swarmd.wire.tensors import is_finite, pack, pack_gradient, unpack_values_untrusted
 
 
 class Activations(msgspec.Struct, frozen=True, array_like=True):
@@ -39,6 +39,6 @@ def decode_untrusted(raw: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
     if found != shape or coded.meta.dtype != "float32" or not coded.scale > 0:
         raise RemoteProtocolError(f"expected {shape} float32 values, got {found} {coded.meta.dtype}")
     values = unpack_values_untrusted(coded.meta, memoryview(coded.values)) / coded.scale
-    if not torch.isfinite(values).all():
+    if not is_finite(values):
         raise RemoteProtocolError("values that are not finite")
     return values

@@ -13,6 +13,7 @@ import torch
 
 from swarmd.errors import Code, Refused
 from swarmd.protocol.wire.tuning import MicroBatchRow
+from swarmd.wire.tensors import is_finite
 
 MOST_BYTES = 64 * 2**20  # of rows that are remembered at each end, in each direction: the first that come
 ID_BYTES = 8  # of a row's name
@@ -64,7 +65,7 @@ class Changes:
         values: torch.Tensor,
     ) -> None:
         """Remember that the receiver has come to these values [b, t, d]; what is not finite is not remembered."""
-        if not torch.isfinite(values).all():
+        if not is_finite(values):
             return
         for row, value in zip(rows, values, strict=True):
             previous = self._known.get(row.id)

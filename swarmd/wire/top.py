@@ -13,6 +13,7 @@ import torch
 
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import MOST_LOGITS, MOST_LOGITS_BYTES
+from swarmd.wire.tensors import is_finite
 
 LOGIT_BYTES = 8  # float32, and an int32 that says whose it is
 SUM_BYTES = 4  # float32
@@ -69,7 +70,7 @@ def unpack_untrusted(raw: bytes, n_tokens: int, vocabulary: int) -> Top:
     ids = data[n_tokens * k : -n_tokens].view(torch.int32)
     ids = ids.view(-1, k).long()
     log_sum = data[-n_tokens:]
-    if not all(torch.isfinite(part).all() for part in (values, log_sum)):
+    if not all(is_finite(part) for part in (values, log_sum)):
         raise RemoteProtocolError("logits that are not finite")
     is_falling = not (values.diff(dim=1) > 0).any()
     is_within_sum = not (values.logsumexp(-1) > log_sum + SLACK).any()

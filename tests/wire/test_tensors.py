@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from swarmd.errors import RemoteProtocolError
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.wire.tensors import CODECS, INT4_BLOCK, INT8_BLOCK, token_bytes
-from swarmd.wire.tensors import pack, unpack_untrusted
+from swarmd.wire.tensors import is_finite, pack, unpack_untrusted
 
 RELATIVE = {"float16": 2**-11, "bfloat16": 2**-8}
 SMALLEST_FLOAT16 = 2**-24  # below it, steps are absolute
@@ -82,3 +82,12 @@ def test_sizes_and_unknown_codecs_are_checked() -> None:
         unpack_untrusted(TensorMeta(1, 1, 4, codec="int8"), memoryview(b"x" * 20))
     with pytest.raises(RemoteProtocolError, match="needs 22 B"):
         unpack_untrusted(TensorMeta(1, 1, 4, codec="int4"), memoryview(b"x" * 20))
+
+
+@given(st.integers(1, 5_000), st.data(), st.sampled_from([*map(float, ("nan", "inf", "-inf"))]))
+def test_one_value_that_is_no_number_is_found(n: int, data: st.DataObject, bad: float) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    values = torch.full((n,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(values)
+    values[data.draw(st.integers(0, n - 1))] = bad
+    assert not is_finite(values)

@@ -21,7 +21,7 @@ from swarmd.protocol.wire.tensors import CHANGES, CODECS, max_tokens_per_frame
 from swarmd.values import Decision, PeerId
 from swarmd.wire import top
 from swarmd.wire.history import SentOp
-from swarmd.wire.tensors import unpack_untrusted
+from swarmd.wire.tensors import is_finite, unpack_untrusted
 from swarmd.wire.top import Top
 
 MAX_OP_BYTES = 8 * 2**20  # half a frame: other sessions' frames come between
@@ -134,7 +134,7 @@ def read_answer(op: Op, frame: Frame, sent: SentOp, want: int | None = None) -> 
         raise RemoteProtocolError(
             f"expected hidden states {(b, n_most, d)} {entered.dtype}, got {tuple(out.shape)} {out.dtype}"
         )
-    if not torch.isfinite(out).all():
+    if not is_finite(out):
         raise RemoteProtocolError("hidden states that are not finite")
     if not n_least <= out.shape[1] <= n_most:
         raise WrongCount(f"expected {n_least} to {n_most} tokens, got {out.shape[1]}")

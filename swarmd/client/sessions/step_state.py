@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from swarmd.client.links.answers import OpAnswer
 from swarmd.client.links.link import HopLink
 from swarmd.errors import Code, Refused, SwarmError, SwarmUnavailable
 from swarmd.values import PeerId
 from swarmd.wire.history import SentOp
+from swarmd.wire.tensors import is_finite
 
 MAX_WRONG = 4  # chains in one step that gave what cannot be right, one after the other
 LONGEST_S = 60.0  # signs of life without an answer, beyond what computing takes
@@ -43,7 +42,7 @@ class OpInFlight:
     def is_finite(self) -> bool:
         """Does it hold hidden states, and all of them numbers?"""
         hidden = self.sent.hidden
-        return hidden is not None and bool(torch.isfinite(hidden).all())
+        return hidden is not None and is_finite(hidden)
 
 
 @dataclass(frozen=True, slots=True)

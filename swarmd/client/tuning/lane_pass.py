@@ -15,7 +15,7 @@ from swarmd.errors import Refused, RemoteProtocolError
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.wire.tuning import Backward, Forward, Gradients, MicroBatchRow
 from swarmd.wire.changes import Changes
-from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
+from swarmd.wire.tensors import is_finite, unpack_untrusted, unpack_values_untrusted
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GRADIENT_SLACK_BYTES = 65_536  # headers and small tensors beside the parameters' gradients
@@ -113,7 +113,7 @@ class LanePass:
         template = self._template
         if values.shape != template.shape or values.dtype != template.dtype:
             raise RemoteProtocolError(f"expected {tuple(template.shape)}, got {tuple(values.shape)} {values.dtype}")
-        if not torch.isfinite(values).all():
+        if not is_finite(values):
             advice = "if all do, the training diverges: lower the learning rate"
             text = f"{self._giver} gave values that are not finite ({advice})"
             self.fail(LaneFailed(text, self._giver.peer, is_final=True))
@@ -147,7 +147,7 @@ class LanePass:
         del self._awaited[message.start]
         shapes = {name: gradient.shape for name, gradient in gradients.items()}
         expected_shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        if shapes != expected_shapes or not all(map(is_finite, gradients.values())):
+        if shapes != expected_shapes or not all(map(is_finite_gradient, gradients.values())):
             raise RemoteProtocolError("gradients of other parameters than were given, or not finite")
         self.gradients |= {name: gradients[name].to(tensor.dtype) for name, tensor in parameters.items()}
         self._finish_if_complete()
@@ -254,6 +254,6 @@ class LanePasses:
             lane_pass.fail(failure)
 
 
-def is_finite(values: torch.Tensor) -> bool:
+def is_finite_gradient(values: torch.Tensor) -> bool:
     """Are these finite numbers of a type that gradients are computed in?"""
-    return values.dtype in GRADIENT_DTYPES and bool(torch.isfinite(values).all())  # torch cannot look into others
+    return values.dtype in GRADIENT_DTYPES and is_finite(values)  # torch cannot look into others

@@ -18,6 +18,7 @@ from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.errors import ConfigError
 from swarmd.plan.chains.fine_tuning import micro_batches
+from swarmd.wire.tensors import is_finite
 
 
 class AutogradLanes(Protocol):
@@ -135,5 +136,5 @@ class _RemoteBlocks(torch.autograd.Function):
 
 
 def _require_finite(values: torch.Tensor, name: str) -> None:
-    if not torch.isfinite(values).all():
+    if not is_finite(values):
         raise ConfigError(f"{name} holds values that are not finite: the training diverges; try a lower learning rate")

@@ -22,6 +22,7 @@ from swarmd.compute.cache.adapters import DTYPES, LoraUpdates
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.errors import Code, ConfigError, Refused
 from swarmd.values import Span
+from swarmd.wire.tensors import is_finite
 
 MAX_PREFIX_TOKENS = 4_096  # each takes room in every block's cache
 MAX_VERSIONS = 64  # of one client, each for one hop
@@ -168,7 +169,7 @@ def read_tuned_untrusted(span: LoadedSpan, hop: Span, raw: bytes) -> ClientParam
     reading = _ParameterReader()
     for name, tensor in tensors.items():
         is_prefix = _PREFIX.fullmatch(name) is not None
-        if is_prefix and (tensor.dtype not in DTYPES or not torch.isfinite(tensor).all()):  # matrices: Adapters.checked
+        if is_prefix and (tensor.dtype not in DTYPES or not is_finite(tensor)):  # matrices: Adapters.checked
             raise ConfigError(f"{name[:100]} is {tensor.dtype}, or holds values that are not finite")
         if not is_prefix and tensor.dtype not in (torch.float32, span.dtype):
             raise ConfigError(f"{name[:100]} is {tensor.dtype}, expected float32 or {span.dtype}")

@@ -16,7 +16,7 @@ from swarmd.errors import Code, Refused, RemoteProtocolError
 from swarmd.protocol.wire.tuning import Backward, Forward
 from swarmd.values import Span
 from swarmd.wire.changes import Changes
-from swarmd.wire.tensors import unpack_untrusted, unpack_values_untrusted
+from swarmd.wire.tensors import is_finite, unpack_untrusted, unpack_values_untrusted
 
 MAX_PARTS = 4_096  # of one micro-batch: 4 GiB in parts of 1 MiB
 MAX_POSITION = 1 << 24  # tokens; rotary tables grow with the largest
@@ -114,7 +114,7 @@ class MicroBatchReader:
             raise Refused(Code.MALFORMED, str(error)) from None
         hidden = torch.cat(hiddens, 1)
         positions = torch.cat(position_parts, 1)
-        if not torch.isfinite(hidden).all():
+        if not is_finite(hidden):
             raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} holds values that are not finite")
         if positions.min() < 0 or positions.max() > MAX_POSITION:
             raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {MAX_POSITION}")
@@ -127,7 +127,7 @@ class MicroBatchReader:
         if message.rows:
             changes = changes or Changes()
             hidden = changes.take(message.rows, hidden)
-            if not torch.isfinite(hidden).all():
+            if not is_finite(hidden):
                 raise Refused(Code.NOT_FINITE, f"micro-batch {message.seq} comes to values that are not finite")
         if why := self._span.refuses_rows(hidden):
             raise Refused(Code.BAD_SHAPE, f"micro-batch {message.seq}: {why}")
@@ -149,7 +149,7 @@ class MicroBatchReader:
         if gradient.shape != batch.hidden.shape:
             shapes = f"a gradient {tuple(gradient.shape)} for hidden states {tuple(batch.hidden.shape)}"
             raise Refused(Code.BAD_SHAPE, shapes)
-        if not torch.isfinite(gradient).all():
+        if not is_finite(gradient):
             seq = collected.messages[0].seq
             raise Refused(Code.NOT_FINITE, f"the gradient of micro-batch {seq} is not finite")
         return gradient.to(self._span.device)

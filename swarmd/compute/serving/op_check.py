@@ -13,7 +13,7 @@ from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.alternatives import count_alternative_tokens
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from swarmd.protocol.wire.messages import Op, count_cropped
-from swarmd.wire.tensors import unpack_untrusted
+from swarmd.wire.tensors import is_finite, unpack_untrusted
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
 LEAST_KEPT_EDITS = 64  # of a session, however short: each takes what a token of each row does
@@ -69,7 +69,7 @@ def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Input
             Code.TOO_LONG, f"{state.history.recent_tokens} tokens of separate ops are kept for replay already"
         )
     hidden, positions, mask = unpack_untrusted(op.tensor, payload)
-    if not torch.isfinite(hidden).all():
+    if not is_finite(hidden):
         raise Refused(Code.NOT_FINITE, f"op {op.seq} holds values that are not finite")
     if why := state.engine.refuses_rows(hidden):
         raise Refused(Code.BAD_SHAPE, f"op {op.seq}: {why}")

@@ -80,9 +80,9 @@ class OpInProgress:
         return self._n_done > 0
 
     @property
-    def wanted_marks(self) -> tuple[bytes, ...]:
-        """What the cache will begin with once it is computed; none where that cannot come from another session."""
-        return () if self.extension is None or self._n_done else self.extension.marks
+    def wanted_prefix(self) -> PrefixExtension | None:
+        """What the cache will begin with once it is computed; None where that cannot come from another session."""
+        return None if self._n_done else self.extension
 
     @property
     def is_interleavable(self) -> bool:

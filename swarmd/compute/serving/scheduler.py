@@ -217,7 +217,8 @@ class Scheduler:
     def _reuse_prefixes(self) -> Iterator[bytes]:
         """Let sessions take over what another one of their client has computed, where they begin alike."""
         for key, op in self._queues.begun_in_order():
-            match = self._queues.prefixes.longest(op.wanted_marks)
+            wanted = op.wanted_prefix
+            match = None if wanted is None else self._queues.prefixes.longest(wanted)
             if match is None:
                 continue
             source_key, n_tokens = match

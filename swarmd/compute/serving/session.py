@@ -39,7 +39,7 @@ from swarmd.protocol.wire.tensors import max_tokens_per_frame
 from swarmd.values import Span
 from swarmd.wire.history import Budget, History
 from swarmd.wire.ops import replay_frames
-from swarmd.wire.tensors import pack
+from swarmd.wire.tensors import pack, raw_bytes
 
 
 class HopSession:
@@ -120,7 +120,7 @@ class HopSession:
         self._reached = op.seq
         self.state.history.add(done.sent())
         if done.extension is not None and self._prefix is not None:
-            self._prefix.reached = done.extension
+            self._prefix.reached = done.extension.reached
         self.state.history.settle(op.seq if op.base else op.settled)
 
     def replay(self, request: Replay) -> Iterator[bytes]:
@@ -226,7 +226,7 @@ class HopSession:
             prefix.is_over = True
             return None
         # A token's name is its bytes: equal names have equal hidden states at equal positions, and so equal caches.
-        rows = hidden[0].contiguous().view(torch.uint8).numpy()
-        places = positions[0].contiguous().numpy()
-        tokens = zip(rows, places, strict=True)
-        return prefix.ahead([row.tobytes() + place.tobytes() for row, place in tokens])
+        rows, places = raw_bytes(hidden[0]), raw_bytes(positions[0])
+        n, n_place = hidden[0, 0].nbytes, positions.itemsize
+        tokens = range(hidden.shape[1])
+        return prefix.ahead([(rows[n * i : n * (i + 1)], places[n_place * i : n_place * (i + 1)]) for i in tokens])

@@ -7,8 +7,9 @@ everything before it (as in vLLM's prefix caching), until an edit ends that. Pur
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic, TypeVar
 
 BLOCK_TOKENS = 16  # tokens between two digests; shorter beginnings are computed as fast as they are copied
@@ -16,13 +17,51 @@ Key = TypeVar("Key", bound=Hashable)
 DIGEST_BYTES = 16  # sessions of one client only are compared: nobody gains by a collision
 
 
+Token = Iterable[bytes | memoryview]
+"""The bytes of a token that enter a session, in parts."""
+
+
 @dataclass(frozen=True, slots=True)
-class PrefixExtension:
-    """A prefix with the tokens of one more op: its digests so far, and what the next ones go on from."""
+class Reached:
+    """How far a prefix is known: its digests so far, and what the next ones go on from."""
 
     marks: tuple[bytes, ...]
     n_tokens: int
     hasher: hashlib.blake2b
+
+    def then(self, tokens: Iterable[Token]) -> Reached:
+        """How far it is known with these tokens behind it."""
+        hasher = self.hasher.copy()
+        marks = list(self.marks)
+        n_tokens = self.n_tokens
+        for token in tokens:
+            n_tokens += 1
+            for part in token:
+                hasher.update(part)
+            if n_tokens % BLOCK_TOKENS == 0:
+                marks.append(hasher.digest())
+        return Reached(tuple(marks), n_tokens, hasher)
+
+
+# To digest a long prompt takes as long as copying it ten times, and most begin like no other. So whoever looks for one
+# that begins alike reads the first block alone; the rest is read when something is known of it, or once the op is done.
+@dataclass(frozen=True)
+class PrefixExtension:
+    """A prefix with the tokens of one more op, which are read when they are asked for."""
+
+    before: Reached
+    tokens: Sequence[Token]
+
+    @cached_property
+    def reached(self) -> Reached:
+        """How far the prefix is known with all of them."""
+        return self.before.then(self.tokens)
+
+    @cached_property
+    def first_mark(self) -> bytes | None:
+        """The first digest that they lead to; None where they are too few."""
+        n_tokens = BLOCK_TOKENS - self.before.n_tokens % BLOCK_TOKENS
+        return self.before.then(self.tokens[:n_tokens]).marks[-1] if len(self.tokens) >= n_tokens else None
 
 
 @dataclass(slots=True)
@@ -30,29 +69,23 @@ class Prefix:
     """The beginning of one session. ``scope`` is what else its cache depends on: client, blocks, adapter."""
 
     scope: tuple[bytes, ...]
-    reached: PrefixExtension = field(init=False)
+    reached: Reached = field(init=False)
     is_over: bool = False
 
     def __post_init__(self) -> None:
         hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for part in self.scope:
             hasher.update(len(part).to_bytes(4, "big") + part)
-        self.reached = PrefixExtension((), 0, hasher)
+        self.reached = Reached((), 0, hasher)
 
-    def ahead(self, tokens: Sequence[bytes | memoryview]) -> PrefixExtension:
-        """How it would go on with these tokens, each as the bytes that enter the session."""
-        hasher = self.reached.hasher.copy()
-        marks = list(self.reached.marks)
-        for n_tokens, token in enumerate(tokens, self.reached.n_tokens + 1):
-            hasher.update(token)
-            if n_tokens % BLOCK_TOKENS == 0:
-                marks.append(hasher.digest())
-        return PrefixExtension(tuple(marks), self.reached.n_tokens + len(tokens), hasher)
+    def ahead(self, tokens: Sequence[Token]) -> PrefixExtension:
+        """How it would go on with these tokens."""
+        return PrefixExtension(self.reached, tokens)
 
     def crop(self, n_tokens: int) -> None:
         """Only the first ``n_tokens`` are still as they were; nothing that follows is known."""
         self.is_over = True
-        self.reached = PrefixExtension(self.reached.marks[: n_tokens // BLOCK_TOKENS], n_tokens, self.reached.hasher)
+        self.reached = Reached(self.reached.marks[: n_tokens // BLOCK_TOKENS], n_tokens, self.reached.hasher)
 
 
 # Two sessions share a prefix as far as their marks agree. A mark stands for everything before it, so one look at the
@@ -87,8 +120,11 @@ class Prefixes(Generic[Key]):
         if marks:
             self._marks[session] = marks
 
-    def longest(self, marks: tuple[bytes, ...]) -> tuple[Key, int] | None:
-        """Who holds most of what these digests stand for, and how many tokens of it."""
+    def longest(self, wanted: PrefixExtension) -> tuple[Key, int] | None:
+        """Who holds most of what a prefix will be, and how many tokens of it; None: nobody holds its next block."""
+        if wanted.first_mark not in self._holders:
+            return None
+        marks = wanted.reached.marks
         for n_marks in range(len(marks), 0, -1):
             for session in self._holders.get(marks[n_marks - 1], ()):
                 return session, n_marks * BLOCK_TOKENS

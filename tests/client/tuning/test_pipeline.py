@@ -19,7 +19,7 @@ from swarmd.client.links.client_parameters import TunedParameters
 from swarmd.client.links.link import SessionOptions
 from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_holders import CheckHistory
-from swarmd.client.tuning.lane_pass import MicroBatch, is_finite
+from swarmd.client.tuning.lane_pass import MicroBatch, is_finite_gradient
 from swarmd.client.tuning.pipeline import WRONG, Pipeline
 from swarmd.client.tuning.ticket import ForwardTicket
 from swarmd.errors import Code, ConfigError, NoRoute, PeerTimeout, Refused, SwarmError, SwarmUnavailable
@@ -448,6 +448,6 @@ def test_errors_are_of_the_tree() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.bool])
 def test_a_servers_gradients_in_a_type_that_nobody_computes_in_are_refused(dtype: torch.dtype) -> None:
-    assert not is_finite(torch.zeros(2, 2).to(dtype)), "without an error that would end the client"
-    assert is_finite(torch.zeros(2, 2))
-    assert not is_finite(torch.full((2,), torch.nan))
+    assert not is_finite_gradient(torch.zeros(2, 2).to(dtype)), "without an error that would end the client"
+    assert is_finite_gradient(torch.zeros(2, 2))
+    assert not is_finite_gradient(torch.full((2,), torch.nan))
