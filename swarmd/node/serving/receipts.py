@@ -6,6 +6,9 @@ tells the story.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 from swarmd.errors import Code, Forged, IntegrityError, Refused
 from swarmd.net.exchange import Exchange
 from swarmd.net.tasks import Tasks
@@ -15,7 +18,7 @@ from swarmd.node.serving.served import ServedBlocks
 from swarmd.node.worker.worker_link import WorkerLink, WorkerLost, WorkerReply
 from swarmd.plan.chains.hop import SessionHop
 from swarmd.protocol.accounts import receipt, usage_receipt
-from swarmd.protocol.accounts.receipt import Receipt, Trail
+from swarmd.protocol.accounts.receipt import Receipt, Trail, Waiting
 from swarmd.protocol.accounts.usage_receipt import SignedUsageReceipt, UsageReceipt
 from swarmd.protocol.fields import TensorMeta
 from swarmd.protocol.wire.messages import (
@@ -48,6 +51,7 @@ class Receipts:
         self._worker = worker
         self._outbox = outbox
         self._tasks = tasks
+        self._digesting = ThreadPoolExecutor(1, "digests")
 
     def trail(self, opening: OpenSession) -> Trail | None:
         """What receipts of a session will be made of; None where its client wants none."""
@@ -56,7 +60,13 @@ class Receipts:
             return None
         shape = (opening.batch, loaded.hidden)
         is_heir = bool(opening.inherit)
-        return Trail(shape=shape, adapter=opening.adapter, tuned=opening.tuned, is_heir=is_heir)
+        return Trail(
+            shape=shape, adapter=opening.adapter, tuned=opening.tuned, is_heir=is_heir, later=self._begin_digests
+        )
+
+    def _begin_digests(self, work: Callable[[], bytes]) -> Waiting:
+        """Have digests computed in a thread, while the tokens go on their way."""
+        return self._digesting.submit(work).result
 
     def note_output(
         self,

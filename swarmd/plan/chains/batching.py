@@ -17,6 +17,8 @@ from swarmd.values import Decision, count
 
 MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
 MAX_TOKENS_PER_PASS = 512  # fixed, so that the exact grade repeats a prefill as it was
+MOST_TOKENS_PER_PASS = 2_048  # of a prompt where they take a card no longer than LONGEST_CHUNK_S: fewer, fuller passes
+LONGEST_CHUNK_S = 0.05  # whoever comes meanwhile waits for it
 MIN_CHUNK_TOKENS = 8  # less of a prefill is not worth a pass
 MIN_TOKENS_BETWEEN = 64  # in a pass between those of who decodes: 32 cost four streams 7 % of their tokens
 PREFILL_SHARE = 0.5  # of a decode pass, that prefill may add to it
@@ -86,7 +88,9 @@ def choose_pass(
 
     turn = min(contenders, key=rank)
     if not turn.can_share:
-        return Decision((PassShare(turn.key, _longest_chunk(turn)),), "a session that cannot share a pass, in its turn")
+        return Decision(
+            (PassShare(turn.key, _longest_chunk(turn, speed)),), "a session that cannot share a pass, in its turn"
+        )
     decode_steps = [r for r in decoding if r.can_share and r.group == turn.group]
     shares = [PassShare(r.key, r.t) for r in decode_steps]
     of_group = [r for r in ready if r.can_share and r.group == turn.group]
@@ -96,10 +100,10 @@ def choose_pass(
     prefill = min(prefills, key=rank)
     affordable_tokens = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
     if not decode_steps and not n_active:
-        chunk = _longest_chunk(prefill)
+        chunk = _longest_chunk(prefill, speed)
         return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
     min_tokens = MIN_CHUNK_TOKENS if decode_steps and not admits_steps else MIN_TOKENS_BETWEEN
-    chunk = min(_longest_chunk(prefill), max(min_tokens, affordable_tokens) // prefill.b or 1)
+    chunk = min(_longest_chunk(prefill, speed), max(min_tokens, affordable_tokens) // prefill.b or 1)
     if admits_steps:
         return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
     shares.append(PassShare(prefill.key, chunk))
@@ -158,5 +162,8 @@ def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float], n_member
     return min(t, -(-n_even // BLOCK_TOKENS) * BLOCK_TOKENS)
 
 
-def _longest_chunk(ready: ReadyOp) -> int:
-    return min(ready.t, max(1, MAX_TOKENS_PER_PASS // ready.b))
+def _longest_chunk(ready: ReadyOp, speed: Speed) -> int:
+    """So many tokens of each row as a fast card computes in a moment; of what may be repeated always as many."""
+    n_quick = min(MOST_TOKENS_PER_PASS, int(LONGEST_CHUNK_S / max(speed.prefill_token_s, 1e-9)))
+    n_tokens = max(MAX_TOKENS_PER_PASS, n_quick) if ready.can_share else MAX_TOKENS_PER_PASS
+    return min(ready.t, max(1, n_tokens // ready.b))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -29,6 +31,8 @@ MAX_TOKENS = 65_536  # of one receipt: as many as an op may have
 MAX_FIRST = 2**22  # the tokens of the longest session
 _DOMAIN = b"swarmd receipt 2\0"
 _KIND = struct.Struct(">HIBB??")  # rows, width, dtype, codec, positions, mask
+Waiting = Callable[[], bytes]
+"""Waits for bytes that are made meanwhile, and returns them."""
 Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * DIGEST_BYTES)]
 
 
@@ -118,6 +122,12 @@ def _kind_of(meta: TensorMeta) -> bytes:
     return _KIND.pack(meta.b, meta.d, dtype, codec, meta.has_positions, meta.has_mask)
 
 
+def at_once(work: Callable[[], bytes]) -> Waiting:
+    """Have something computed now, and nothing meanwhile."""
+    done = work()
+    return lambda: done
+
+
 @dataclass(slots=True)
 class _Under:
     """An op that entered, until its tokens have left."""
@@ -127,6 +137,40 @@ class _Under:
     n_tokens: int
 
 
+@dataclass(slots=True)
+class _Row:
+    """Digests of tokens, one behind the other; those of a long op may still be on their way to their places."""
+
+    _digests: bytearray = field(default_factory=bytearray)
+    _pending: list[tuple[int, Waiting]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._digests) // DIGEST_BYTES
+
+    def add_unseen(self, n_tokens: int) -> None:
+        self._digests += UNSEEN * n_tokens
+
+    def add(self, n_tokens: int, digests: Waiting) -> None:
+        """Add digests of so many tokens."""
+        if n_tokens == 1:
+            self._digests += digests()
+            return
+        self._pending.append((len(self._digests), digests))
+        self.add_unseen(n_tokens)
+
+    def drop_last(self, n_tokens: int) -> None:
+        if n_tokens:
+            del self.all()[-n_tokens * DIGEST_BYTES :]
+
+    def all(self) -> bytearray:
+        """All of them, each at its place."""
+        for start, waiting in self._pending:
+            digests = waiting()
+            self._digests[start : start + len(digests)] = digests
+        self._pending.clear()
+        return self._digests
+
+
 # Two rows of digests, one for each token in the cache. Ops are under way in between, so the second row lags behind:
 #
 #     entered   | d0 d1 d2 d3 d4 d5 d6 d7 |      d6, d7: of an op that has entered and not left (_under)
@@ -134,19 +178,18 @@ class _Under:
 #                          ^_first       ^end    a receipt tells of [_first, end), and of all before by one digest
 #
 # A crop takes digests off both rows, each when its op passes there, and moves ``_first`` back: tokens that are computed
-# anew are signed anew.
+# anew are signed anew. A prompt passes while ``later`` makes its digests, which takes as long as sending it.
 
 
 @dataclass(slots=True)
 class Trail:
     """The digests of the tokens that a hop's cache holds now, as they entered and as they left.
 
-    Ops are of ``shape``: so many rows, so wide. It is broken once rows were reordered: nothing is signed any more.
+    ``later`` computes those of more than one token, perhaps beside what goes on meanwhile. Ops are of ``shape``: so
+    many rows, so wide. It is broken once rows were reordered: nothing is signed any more.
     Once an op was refused that had entered, it tells of what passed before, and of nothing after.
     """
 
-    entered: bytearray = field(default_factory=bytearray)
-    left: bytearray = field(default_factory=bytearray)
     shape: tuple[int, int] = (1, 0)
     adapter: str = ""
     tuned: bytes = b""
@@ -156,14 +199,19 @@ class Trail:
     is_broken: bool = False
     is_heir: bool = False
     is_at_end: bool = False
+    later: Callable[[Callable[[], bytes]], Waiting] = at_once
+    _entered: _Row = field(default_factory=_Row)
+    _left: _Row = field(default_factory=_Row)
     _under: deque[_Under] = field(default_factory=deque)
     _first: int = 0  # tokens that no op touched since the last receipt
     _n_inherited: int = 0
 
     def inherit(self, n_tokens: int, seq: int) -> None:
         """The cache came from elsewhere: of its tokens nothing is known here."""
-        self.entered = bytearray(UNSEEN * n_tokens)
-        self.left = bytearray(UNSEEN * n_tokens)
+        self._entered = _Row()
+        self._left = _Row()
+        for row in (self._entered, self._left):
+            row.add_unseen(n_tokens)
         self.seq = seq
         self._first = n_tokens
         self._n_inherited = n_tokens
@@ -187,17 +235,17 @@ class Trail:
         if self.is_broken:
             return
         n_cropped = min(count_cropped(op.edits), self.n_entered)
-        self._drop_last(self.entered, n_cropped)
+        self._drop_last(self._entered, n_cropped)
         n_tokens = 0
         n_alternative = count_alternative_tokens(op.alternatives)
         if op.tensor is not None:
             n_tokens = op.tensor.t - n_alternative
             try:
-                self.entered += kept_digests(op.tensor, payload, n_alternative)
+                self._add_digests(self._entered, op.tensor, payload, n_alternative)
             except RemoteProtocolError:  # the worker that computes it will say so
                 self.is_broken = True
         n_tokens += op.absent
-        self.entered += UNSEEN * op.absent
+        self._entered.add_unseen(op.absent)
         self._under.append(_Under(op.seq, n_cropped, n_tokens))
         self.taken.add(n_alternative, n_alternative)
 
@@ -209,9 +257,11 @@ class Trail:
         if self.is_broken or self.is_at_end or not self._under or self._under[0].seq != seq:
             return  # said again
         under = self._under.popleft()
-        self._drop_last(self.left, under.n_cropped)
-        digests = b"" if meta is None else kept_digests(meta, payload, n_alternative)
-        self.left += UNSEEN * (under.n_tokens - len(digests) // DIGEST_BYTES) + digests
+        self._drop_last(self._left, under.n_cropped)
+        n_left = 0 if meta is None else meta.t - n_alternative
+        self._left.add_unseen(under.n_tokens - n_left)
+        if meta is not None:
+            self._add_digests(self._left, meta, payload, n_alternative)
         self.taken.add(under.n_cropped, under.n_tokens)
         self.seq = seq
         self.n_ops += 1
@@ -219,12 +269,12 @@ class Trail:
     @property
     def n_entered(self) -> int:
         """Tokens that entered and are in the cache, or will be."""
-        return len(self.entered) // DIGEST_BYTES
+        return len(self._entered)
 
     @property
     def n_left(self) -> int:
         """Tokens that left and are in the cache."""
-        return len(self.left) // DIGEST_BYTES
+        return len(self._left)
 
     def cut(self, max_tokens: int = MAX_TOKENS) -> tuple[int, bytes, bytes, bytes]:
         """What a receipt says of the tokens since the last one: (first, entered, left, before)."""
@@ -235,10 +285,17 @@ class Trail:
         self._first = end
         self.n_ops = 0
         window = slice(first * DIGEST_BYTES, end * DIGEST_BYTES)
-        digest_of_earlier = digest_before(self.entered, self.left, first)
-        return first, bytes(self.entered[window]), bytes(self.left[window]), digest_of_earlier
+        entered_digests, left_digests = self._entered.all(), self._left.all()
+        digest_of_earlier = digest_before(entered_digests, left_digests, first)
+        return first, bytes(entered_digests[window]), bytes(left_digests[window]), digest_of_earlier
 
-    def _drop_last(self, digests: bytearray, n_tokens: int) -> None:
+    def _add_digests(self, row: _Row, meta: TensorMeta, payload: memoryview | bytes, n_alternative: int) -> None:
+        """Add those of an op's tokens but the last ``n_alternative``. Raises RemoteProtocolError."""
+        layout_untrusted(meta, len(payload))
+        work = partial(kept_digests, meta, payload, n_alternative)
+        row.add(meta.t - n_alternative, work if meta.t == 1 else self.later(work))
+
+    def _drop_last(self, row: _Row, n_tokens: int) -> None:
         if n_tokens:
-            del digests[-n_tokens * DIGEST_BYTES :]
-            self._first = min(self._first, len(digests) // DIGEST_BYTES)
+            row.drop_last(n_tokens)
+            self._first = min(self._first, len(row))

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from swarmd.errors import IntegrityError, RemoteProtocolError
 from swarmd.protocol.accounts import evidence, receipt
 from swarmd.protocol.accounts.evidence import Evidence
-from swarmd.protocol.accounts.receipt import DIGEST_BYTES, UNSEEN, Receipt, Trail, digest_before, digests_of
+from swarmd.protocol.accounts.receipt import (
+    DIGEST_BYTES,
+    UNSEEN,
+    Receipt,
+    Trail,
+    at_once,
+    digest_before,
+    digests_of,
+)
 from swarmd.protocol.membership.identity import Identity
 from swarmd.protocol.wire.arrays import pack_array, round_to_dtype, unpack_array_untrusted
 from swarmd.protocol.wire.messages import Edit, Op
@@ -57,10 +65,12 @@ Steps = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 
 
 
 @settings(deadline=None)
-@given(Steps)
-def test_receipts_one_after_the_other_give_what_the_cache_holds(steps: list[tuple[int, int, int, bool]]) -> None:
+@given(Steps, st.booleans())
+def test_receipts_one_after_the_other_give_what_the_cache_holds(
+    steps: list[tuple[int, int, int, bool]], is_later: bool
+) -> None:
     """Each step crops, appends tokens, of which only the last so many leave, and perhaps a receipt is made."""
-    trail = Trail(shape=(1, 4))
+    trail = Trail(shape=(1, 4), later=(lambda work: work) if is_later else at_once)
     entered: list[bytes] = []
     left: list[bytes] = []
     known: tuple[bytearray, bytearray] = (bytearray(), bytearray())
