@@ -84,6 +84,8 @@ class SentOp:
         """Return hidden states, positions and mask of the tokens that caches keep."""
         if self.hidden is None or self.positions is None:
             return None
+        if not self.alternatives:
+            return self.hidden, self.positions, self.mask
         n = self.n_kept
         return self.hidden[:, :n], self.positions[:, :n], None if self.mask is None else self.mask[:, :n]
 

@@ -65,8 +65,7 @@ def unpack_values_untrusted(meta: TensorMeta, payload: memoryview) -> torch.Tens
     if meta.has_positions or meta.has_mask:
         raise RemoteProtocolError("expected values without positions and mask")
     layout = layout_untrusted(meta, len(payload))
-    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return _decode_values(data[layout.hidden], meta)
+    return _decode_values(bytearray(payload), layout.hidden.stop, meta)
 
 
 def unpack_untrusted(
@@ -77,16 +76,16 @@ def unpack_untrusted(
     if not meta.has_positions:
         raise RemoteProtocolError("expected hidden states with their positions")
     layout = layout_untrusted(meta, len(payload))
-    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    hidden = _decode_values(data[layout.hidden], meta)
-    raw_positions = data[layout.positions]
-    if layout.positions.start % 4:  # an odd number of half-precision values before it
-        raw_positions = raw_positions.clone()
-    positions = raw_positions.view(torch.int32).view(meta.b, meta.t)
+    owned = bytearray(payload)
+    hidden = _decode_values(owned, layout.hidden.stop, meta)
+    start = layout.positions.start
+    # an odd number of half-precision values may be before them
+    raw_positions, start = (owned[layout.positions], 0) if start % 4 else (owned, start)
+    positions = torch.frombuffer(raw_positions, dtype=torch.int32, count=meta.b * meta.t, offset=start)
     mask = None
     if layout.mask is not None:
-        mask = data[layout.mask].view(meta.b, meta.t)
-    return hidden, positions, mask
+        mask = torch.frombuffer(owned, dtype=torch.uint8, offset=layout.mask.start).view(meta.b, meta.t)
+    return hidden, positions.view(meta.b, meta.t), mask
 
 
 # int8 travels as all quantised values [b, t, d], then a float32 scale for each block of INT8_BLOCK values of one token.
@@ -108,21 +107,22 @@ def _encode_values(hidden: torch.Tensor, codec: str) -> list[torch.Tensor] | Non
     return [halved] if is_finite(halved) else None
 
 
-def _decode_values(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Read hidden states [b, t, d] of bytes whose number was checked."""
+def _decode_values(payload: bytearray, n_bytes: int, meta: TensorMeta) -> torch.Tensor:
+    """Read hidden states [b, t, d] of the first bytes, whose number was checked."""
     shape = (meta.b, meta.t, meta.d)
+    n_values = meta.b * meta.t * meta.d
+    if meta.codec not in ("int8", "int4"):
+        dtype = DTYPES[meta.dtype if meta.codec == "raw" else meta.codec]
+        return torch.frombuffer(payload, dtype=dtype, count=n_values).view(shape).to(DTYPES[meta.dtype])
+    data = torch.frombuffer(payload, dtype=torch.uint8, count=n_bytes)
     if meta.codec == "int8":
-        n_values = meta.b * meta.t * meta.d
         quantised = data[:n_values].view(torch.int8).view(shape)
         scales = data[n_values:].clone().view(torch.float32)
         scales = scales.view(meta.b, meta.t, -1, 1)
         blocks = _cut_blocks(quantised.float(), INT8_BLOCK) * scales
         decoded = blocks.flatten(2)[..., : meta.d]
-    elif meta.codec == "int4":
-        decoded = _decode_int4(data, meta)
     else:
-        dtype = DTYPES[meta.dtype if meta.codec == "raw" else meta.codec]
-        decoded = data.view(dtype).view(shape)
+        decoded = _decode_int4(data, meta)
     return decoded.to(DTYPES[meta.dtype])
 
 
@@ -169,6 +169,6 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return what a tensor's numbers are made of, as they lie in memory; a copy where they do not lie together."""
     dense = tensor.detach().contiguous().cpu()
-    flat = dense.view(torch.uint8).reshape(-1).numpy()
-    return memoryview(flat.data)
+    return dense.view(-1).view(torch.uint8).numpy().data

@@ -73,12 +73,21 @@ def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Input
         raise Refused(Code.NOT_FINITE, f"op {op.seq} holds values that are not finite")
     if why := state.engine.refuses_rows(hidden):
         raise Refused(Code.BAD_SHAPE, f"op {op.seq}: {why}")
-    if positions.min() < 0 or positions.max() > state.max_tokens:
+    first_place, last_place = map(int, torch.aminmax(positions))
+    if first_place < 0 or last_place > state.max_tokens:
         raise Refused(Code.BAD_SHAPE, f"positions outside 0 to {state.max_tokens}")
     order = order_after(op.edits, state.n_rows)
     if why := state.cache.refuses_places(positions, mask, n_tokens, order):
         raise Refused(Code.BAD_SHAPE, why)
     return hidden, positions, mask
+
+
+def first_tokens(inputs: Inputs, n_tokens: int) -> Inputs:
+    """Return the first ``n_tokens`` of each row."""
+    hidden, positions, mask = inputs
+    if n_tokens == hidden.shape[1]:
+        return inputs
+    return hidden[:, :n_tokens], positions[:, :n_tokens], None if mask is None else mask[:, :n_tokens]
 
 
 def _check_alternatives(op: Op, n_tokens: int) -> int:

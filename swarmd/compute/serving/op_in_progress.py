@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.serving.op_check import Inputs
+from swarmd.compute.serving.op_check import Inputs, first_tokens
 from swarmd.compute.serving.session_state import SessionState
 from swarmd.plan.chains.prefixes import PrefixExtension
 from swarmd.protocol.fields import MOST_ABSENT, MOST_HOPS_TIMED
@@ -104,11 +104,14 @@ class OpInProgress:
         """Return the next ``n_tokens`` of each row, for a pass with others. ``put`` must follow."""
         assert self._inputs is not None
         state = self.state
-        all_hidden, all_positions, _ = self._inputs
-        window = slice(self._n_done, self._n_done + n_tokens)
+        hidden, positions, _ = self._inputs
+        if n_tokens != hidden.shape[1]:
+            window = slice(self._n_done, self._n_done + n_tokens)
+            hidden = hidden[:, window]
+            positions = positions[:, window]
         device = state.engine.device
-        hidden = all_hidden[:, window].to(device)
-        positions = all_positions[:, window].long().to(device)
+        hidden = hidden.to(device)
+        positions = positions.long().to(device)
         return SessionTokens(
             hidden,
             positions,
@@ -224,9 +227,7 @@ def drop_tokens(op: Op) -> Op:
 def leave_out_alternatives(op: Op, inputs: Inputs) -> tuple[Op, Inputs]:
     """Return the same op without its alternatives."""
     n_alternative = count_alternative_tokens(op.alternatives)
-    hidden, positions, mask = inputs
-    n = hidden.shape[1] - n_alternative
-    kept = hidden[:, :n], positions[:, :n], None if mask is None else mask[:, :n]
+    n = inputs[0].shape[1] - n_alternative
     assert op.tensor is not None
     tensor = msgspec.structs.replace(op.tensor, t=n)
-    return msgspec.structs.replace(op, tensor=tensor, alternatives=()), kept
+    return msgspec.structs.replace(op, tensor=tensor, alternatives=()), first_tokens(inputs, n)

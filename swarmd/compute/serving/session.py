@@ -15,7 +15,7 @@ from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_u
 from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
 from swarmd.compute.serving.engine import Engine
 from swarmd.compute.serving.incoming_state import PART_BYTES, IncomingState
-from swarmd.compute.serving.op_check import read_op_untrusted
+from swarmd.compute.serving.op_check import first_tokens, read_op_untrusted
 from swarmd.compute.serving.op_in_progress import OpInProgress, drop_tokens, is_void, leave_out_alternatives
 from swarmd.compute.serving.session_state import SessionState
 from swarmd.errors import Code, Refused
@@ -102,9 +102,7 @@ class HopSession:
         if op.alternatives and not self.state.can_try_alternatives:
             op, inputs = leave_out_alternatives(op, inputs)
         n_kept = inputs[0].shape[1] - count_alternative_tokens(op.alternatives)
-        hidden, positions, mask = (None if part is None else part[:, :n_kept] for part in inputs)
-        assert hidden is not None
-        assert positions is not None
+        hidden, positions, mask = first_tokens(inputs, n_kept)
         is_usual = not op.record_past and mask is None
         extension = self._extend_prefix(hidden, positions, is_usual)
         self.state.extend_mask(hidden.shape[1], mask)
