@@ -8,7 +8,7 @@ to a budget shared by all sessions of the process, then in unlinked files that t
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from swarmd.protocol.wire.alternatives import Alternative, count_alternative_tok
 from swarmd.protocol.wire.messages import Edit, count_changes, count_cropped
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
+_MERGED_OPS = 16  # at once
 
 
 @dataclass(slots=True)
@@ -89,6 +90,11 @@ class SentOp:
         n = self.n_kept
         return self.hidden[:, :n], self.positions[:, :n], None if self.mask is None else self.mask[:, :n]
 
+    @property
+    def is_plain(self) -> bool:
+        """Does it bring tokens, and nothing else?"""
+        return self.hidden is not None and self.mask is None and not self.edits and not self.n_absent
+
     def without_tokens(self) -> SentOp:
         """Return the same op with all of its tokens absent."""
         return replace(self, hidden=None, positions=None, mask=None, n_absent=self.n_tokens, alternatives=())
@@ -108,33 +114,47 @@ class SentOp:
 
 # What one sender keeps, in the order in which it was sent:
 #
-#     merged: one slab [b, n_tokens, d]             separate ops: ``_recent``
-#     +---------------------------------------+     +----+ +----+ +----+
-#     | all up to ``base_seq``, edits applied | <-- | op | | op | | op | <-- add
-#     +---------------------------------------+     +----+ +----+ +----+
-#                                        settle(seq)
+#     merged: one slab [b, n_tokens, d]             settled, and separate ops
+#     +---------------------------------------+     +----+ +----+ | +----+ +----+
+#     | all up to ``base_seq``, edits applied | <-- | op | | op | | | op | | op | <-- add
+#     +---------------------------------------+     +----+ +----+ | +----+ +----+
+#                                                            settle(seq)
 #
 # An op is merged once it is settled: its answer has reached the client, so no repair will undo it. A successor that
 # knows nothing gets the slab and then the ops; one that is up to op ``seq`` gets only the ops after it. In the exact
 # grade nothing is merged: a successor must compute in the same portions, since sums in another order round otherwise.
 # Absent tokens are at the end, if there are any: they are cropped before tokens are put behind them.
+#
+# To copy one token into the slab takes as long as to copy sixteen. So what is settled waits, until there is enough of
+# it or until somebody looks.
 class History:
     """The ops that one sender sent in one session."""
 
     def __init__(self, is_exact: bool, budget: Budget) -> None:
         self.is_exact = is_exact
-        self.base_seq = 0
-        self.n_tokens = 0  # of the slab
-        self.n_absent = 0  # behind it
-        self.record_past = False
-        self.recent_tokens = 0
+        self.recent_tokens = 0  # of separate ops
         self.recent_edits = 0
+        self._slab = _Slab(budget)
+        self._settled: list[SentOp] = []
         self._recent: list[SentOp] = []
-        self._budget = budget
-        self._hidden: torch.Tensor | None = None
-        self._positions: torch.Tensor | None = None
-        self._mask: torch.Tensor | None = None
-        self._charged = 0
+
+    @property
+    def merged(self) -> _Slab:
+        """All that is settled, as the successor's caches have it."""
+        if self._settled:
+            self._slab.apply(self._settled)
+            self._settled = []
+        return self._slab
+
+    @property
+    def base_seq(self) -> int:
+        """The last op that is merged."""
+        return self.merged.base_seq
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of each row that are merged."""
+        return self.merged.n_tokens
 
     def add(self, sent: SentOp) -> None:
         """Add the newest op."""
@@ -148,7 +168,9 @@ class History:
             settled = self._recent.pop(0)
             self.recent_tokens -= settled.n_tokens
             self.recent_edits -= count_changes(settled.edits, settled.hidden is not None)
-            self._merge_op(settled)
+            self._settled.append(settled)
+        if len(self._settled) >= _MERGED_OPS:
+            _ = self.merged
 
     def forget_void(self, first: int, last: int) -> None:
         """Keep no tokens of ops ``first`` to ``last``: they are absent for whoever is sent them from now on."""
@@ -160,22 +182,7 @@ class History:
 
     def base(self, max_tokens: int) -> Iterator[tuple[int, int, SentOp]]:
         """Yield the merged history in parts of at most ``max_tokens``: (part, parts, op)."""
-        if self._hidden is None or self._positions is None or not self.n_tokens:
-            return
-        n_parts = -(-self.n_tokens // max_tokens)
-        for part in range(n_parts):
-            window = slice(part * max_tokens, min(self.n_tokens, (part + 1) * max_tokens))
-            mask = None if self._mask is None else self._mask[:, window]
-            op = SentOp(
-                self.base_seq,
-                edits=(),
-                hidden=self._hidden[:, window],
-                positions=self._positions[:, window],
-                mask=mask,
-                record_past=self.record_past,
-                n_absent=self.n_absent if part + 1 == n_parts else 0,
-            )
-            yield part, n_parts, op
+        return self.merged.parts(max_tokens)
 
     def tokens(self, start: int, end: int) -> torch.Tensor:
         """Return hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
@@ -203,7 +210,7 @@ class History:
     def n_kept(self) -> int:
         """Tokens that no op has cropped, merged or not."""
         n_cropped = sum(count_cropped(sent.edits) for sent in self._recent)
-        return self.n_tokens + self.n_absent + self.recent_tokens - n_cropped
+        return self.merged.n_tokens + self.merged.n_absent + self.recent_tokens - n_cropped
 
     def _parts(
         self,
@@ -211,12 +218,8 @@ class History:
         end: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return hidden states and positions of live tokens ``start`` to ``end``, piece by piece."""
-        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if self._hidden is not None and self._positions is not None:
-            hidden = self._hidden[:, : self.n_tokens]
-            positions = self._positions[:, : self.n_tokens]
-            parts.append((hidden, positions))
-        n_absent = self.n_absent
+        parts = self.merged.kept()
+        n_absent = self.merged.n_absent
         for sent in self._recent:
             n_cropped = count_cropped(sent.edits)
             _crop_parts(parts, max(0, n_cropped - n_absent))
@@ -233,14 +236,82 @@ class History:
 
     def close(self) -> None:
         """Forget everything, and give back its memory."""
+        self._slab.close()
+        self._settled = []
+        self._recent = []
+
+
+class _Slab:
+    """Ops that were merged: one growing tensor of each kind, with crops and reorders applied."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.base_seq = 0
+        self.n_tokens = 0
+        self.n_absent = 0  # behind them
+        self.record_past = False
+        self._budget = budget
+        self._hidden: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+        self._charged = 0
+
+    def apply(self, ops: Sequence[SentOp]) -> None:
+        """Apply ops as their receiver applied them to its caches; tokens that come one after the other at once."""
+        run: list[SentOp] = []
+        for sent in ops:
+            if not sent.is_plain:
+                self._append_run(run)
+                run = []
+            if sent.is_plain:
+                run.append(sent)
+            else:
+                self._apply_op(sent)
+            self.base_seq = sent.seq
+            self.record_past = self.record_past or sent.record_past
+        self._append_run(run)
+
+    def kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return hidden states and positions, if there are any."""
+        if self._hidden is None or self._positions is None:
+            return []
+        return [(self._hidden[:, : self.n_tokens], self._positions[:, : self.n_tokens])]
+
+    def parts(self, max_tokens: int) -> Iterator[tuple[int, int, SentOp]]:
+        """See ``History.base``."""
+        if self._hidden is None or self._positions is None or not self.n_tokens:
+            return
+        n_parts = -(-self.n_tokens // max_tokens)
+        for part in range(n_parts):
+            window = slice(part * max_tokens, min(self.n_tokens, (part + 1) * max_tokens))
+            mask = None if self._mask is None else self._mask[:, window]
+            op = SentOp(
+                self.base_seq,
+                edits=(),
+                hidden=self._hidden[:, window],
+                positions=self._positions[:, window],
+                mask=mask,
+                record_past=self.record_past,
+                n_absent=self.n_absent if part + 1 == n_parts else 0,
+            )
+            yield part, n_parts, op
+
+    def close(self) -> None:
+        """Give back its memory."""
         self._budget.release(self._charged)
+        self._charged = 0
         self._hidden = None
         self._positions = None
         self._mask = None
-        self._recent = []
 
-    def _merge_op(self, sent: SentOp) -> None:
-        """Apply an op to the slabs as its receiver applied it to its caches."""
+    def _append_run(self, run: Sequence[SentOp]) -> None:
+        """Append the tokens of plain ops."""
+        if not run:
+            return
+        kept = [part for sent in run if (part := sent.kept()) is not None]
+        hidden, positions = (torch.cat(parts, 1) for parts in ([part[0] for part in kept], [part[1] for part in kept]))
+        self._append_tokens(hidden, positions, None)
+
+    def _apply_op(self, sent: SentOp) -> None:
         for edit in sent.edits:
             if edit.crop is not None:
                 self.n_tokens -= max(0, edit.crop - self.n_absent)
@@ -250,8 +321,6 @@ class History:
         if (kept := sent.kept()) is not None:
             self._append_tokens(*kept)
         self.n_absent += sent.n_absent
-        self.base_seq = sent.seq
-        self.record_past = self.record_past or sent.record_past
 
     def _reorder_rows(self, rows: torch.Tensor) -> None:
         """Reorder the slabs' rows."""
