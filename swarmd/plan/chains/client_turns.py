@@ -8,6 +8,7 @@ client could have nothing but that computed, and nobody else anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 MOST_IMMEDIATE_S = 0.05  # of work without tokens (edits, replays) for one client between two passes; the rest waits
@@ -37,9 +38,14 @@ class ClientTurns:
         self._weights.pop(client, None)
 
     def wake(self, client: bytes, active: Iterable[bytes]) -> None:
-        """Note that a client has work again, beside those that are active: it has no claim on what these were given."""
-        least = min((self._served[other] for other in active), default=0.0)
-        self._served[client] = max(self._served[client], least)
+        """Note that a client has more work, beside those that are active: it has no claim on what these were given."""
+        least = math.inf
+        for other in active:
+            if other == client:  # it was never idle
+                return
+            least = min(least, self._served[other])
+        if least < math.inf:
+            self._served[client] = max(self._served[client], least)
 
     def count_tokens(self, client: bytes, n_tokens: float) -> None:
         """Count tokens that a client was given."""
