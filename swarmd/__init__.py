@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,11 @@ from swarmd.errors import (
 if TYPE_CHECKING:
     from swarmd.client.blocking import Swarm
     from swarmd.client.swarm import AsyncSwarm
+
+# Threads of torch that have nothing to do look for work, by default for 8 ms: between two tokens all cores burn. 1 ms
+# is enough for what follows at once (benchmarks/waiting_threads.py). It is read when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "50000")
 
 __all__ = [
     "CacheExhausted",
