@@ -1,7 +1,7 @@
 """What a token costs outside the kernels: client, gateway, daemons and worker links, with workers that answer at once.
 
-    python -m benchmarks.overhead [--width 1024] [--tokens 400] [--streams 16] [--rounds 3] [--prompts 3]
-        [--by library gateway] [--profile]
+    python -m benchmarks.overhead [--width 1024] [--vocabulary 512] [--tokens 400] [--streams 16] [--rounds 3]
+        [--prompts 3] [--by library gateway] [--profile]
 
 Two servers of a small Llama on loopback whose workers hand their input back, so that all that is left is not computing:
 tokens/s of one stream and of several, by the library (a thread for each stream) and by the gateway's engine, and
@@ -88,12 +88,11 @@ def up(home: Path, **flags: Any) -> None:
     trio.run(daemon.main, Home(home), settings, lambda running: None, MODULE)
 
 
-def make_checkpoint(folder: Path, width: int) -> None:
+def make_checkpoint(folder: Path, width: int, vocabulary: int) -> None:
     heads = width // 64
     shape = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": heads}
-    config = LlamaConfig(
-        **shape, num_hidden_layers=SPANS[-1][1], num_key_value_heads=heads, vocab_size=512, max_position_embeddings=8192
-    )
+    lengths = {"vocab_size": vocabulary, "max_position_embeddings": 8_192}
+    config = LlamaConfig(**shape, **lengths, num_hidden_layers=SPANS[-1][1], num_key_value_heads=heads)
     torch.manual_seed(1)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):  # a gateway has to read one
@@ -232,7 +231,7 @@ def client(settings: dict[str, Any]) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, list[Any]]:
     with tempfile.TemporaryDirectory() as folder, local_swarm(Path(folder)) as swarm:
-        make_checkpoint(Path(folder) / "llama", options.width)
+        make_checkpoint(Path(folder) / "llama", options.width, options.vocabulary)
         models = {"bench": Path(folder) / "llama"}
         volunteers: list[Volunteer] = []
         for a, b in SPANS:
@@ -274,6 +273,7 @@ def report(told: dict[str, list[Any]]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1_024)
+    parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)

@@ -423,7 +423,7 @@ class Swarm:
         torch_dtype = getattr(torch, dtype)
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
         remote = remote_model(
-            folder, open_session, lanes, torch_dtype, ModelSpeculation(lookup and not exact), head_source
+            folder, open_session, lanes, torch_dtype, ModelSpeculation(lookup and not exact), head_source, exact
         )
         if draft and not (exact and draft == drafts.AUTO):
             self._add_draft(remote, draft, (model, folder), exact, torch_dtype)

@@ -26,6 +26,7 @@ from swarmd.client.links import client_parameters
 from swarmd.client.model import decoding
 from swarmd.client.model.decoding import ModelSpeculation
 from swarmd.client.model.remote_cache import OpenSession, RemoteCache
+from swarmd.client.model.shared_head import SharedHead
 from swarmd.client.model.swarm_head import HeadBy, HeadChecks, SwarmHead
 from swarmd.client.model.traced_pass import trace_model
 from swarmd.client.tuning.remote_layers import AutogradLanes, TokenPositions, through_lanes
@@ -77,6 +78,7 @@ def remote_model(
     dtype: torch.dtype = torch.float32,
     speculation: ModelSpeculation | None = None,
     head: HeadBy = None,
+    is_exact: bool = False,
 ) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
 
@@ -84,7 +86,8 @@ def remote_model(
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
     ``speculation``, whose sources propose draft tokens (None: nobody does), and ``last_speculation``, which ones were
     tried in the last ``generate``; and ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning
-    (0 chooses). Raises ConfigError for a head in 8 bits that cannot be.
+    (0 chooses). Threads that generate at once share a head, which rounds their logits as those of a batch, unless
+    ``is_exact``. Raises ConfigError for a head in 8 bits that cannot be.
     """
     model: Any = load_client_part(folder, dtype)
     layers: list[Any] = list(skeleton.decoder_layers(model).children())
@@ -133,7 +136,7 @@ def remote_model(
     layout = skeleton.layout_of(model.config)
     _wrap_forward(model, call, lambda: client_parameters.lora_of(model, layers, layout.block_of))
     model.speculation = speculation or ModelSpeculation(looks_up=False)
-    _wrap_generate(model, layers, call, head)
+    _wrap_generate(model, layers, call, head, is_exact)
     return model
 
 
@@ -286,13 +289,14 @@ def _cache_name(model: Any) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _wrap_generate(model: Any, layers: list[Any], call: _Call, head: HeadBy) -> None:
+def _wrap_generate(model: Any, layers: list[Any], call: _Call, head: HeadBy, is_exact: bool) -> None:
     """Give ``generate`` a remote cache of the right size, and free it on the servers afterwards."""
     generate = model.generate
     cache_name = _cache_name(model)
     can_crop = all_look_back(skeleton.text_config(model.config))
     is_line = can_crop and not skeleton.remote_layer_of(model).bands
-    traced = trace_model(model, layers, cache_name) if is_line else None
+    own_head = model.get_output_embeddings()
+    traced = trace_model(model, layers, cache_name, own_head if is_exact else SharedHead(own_head)) if is_line else None
     swarm_head = SwarmHead(model, traced, head) if traced is not None and isinstance(head, HeadChecks) else None
     if isinstance(head, HeadChecks) and swarm_head is None:
         logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)

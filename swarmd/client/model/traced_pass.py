@@ -82,11 +82,12 @@ class TracedPass:
         line: traced.Pass,
         enter: traced.Pass,
         constants: Sequence[torch.Tensor],
+        head: Call,
     ) -> None:
         self.enter = enter
         self._model = model
         self._line = line
-        self._head = model.get_output_embeddings()
+        self._head = head
         self._constants = constants
         self._known = self._fingerprint()
 
@@ -118,9 +119,9 @@ class StraightPass:
 
     is_current = True
 
-    def __init__(self, model: PackedCausalLM) -> None:
+    def __init__(self, model: PackedCausalLM, head: Call) -> None:
         self._embed = model.get_input_embeddings()
-        self._head = model.get_output_embeddings()
+        self._head = head
 
     def enter(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Ids and positions [1, n] to hidden states [1, n, d]."""
@@ -149,13 +150,14 @@ def trace_model(
     model: Any,
     layers: Sequence[Any],
     cache_name: str,
+    head: Call,
 ) -> StepPass | None:
     """Trace the client's part of a model's step; None where no line can be had. ``layers`` are all its stubs.
 
-    The part up to the swarm is traced by itself, too.
+    ``head`` computes what the model's own head does. The part up to the swarm is traced by itself, too.
     """
     if model.config.model_type == PACKED:
-        return StraightPass(model)
+        return StraightPass(model, head)
     family = type(model).forward.__get__(model)
     parameters = inspect.signature(type(model).forward).parameters
     no_routers = {FLAG: False} if FLAG in parameters else {}
@@ -171,15 +173,15 @@ def trace_model(
         return logits
 
     try:
-        return _trace_parts(model, layers[0], run)
+        return _trace_parts(model, layers[0], run, head)
     except Exception as failure:  # noqa: BLE001 - a tracer fails in many ways, and all of them mean the same
         logger.info("steps go through the family's own forward: %s", failure)
         return None
 
 
-def _trace_parts(model: Any, first_layer: Any, run: traced.Pass) -> TracedPass:
+def _trace_parts(model: Any, first_layer: Any, run: traced.Pass, head: Call) -> TracedPass:
     """Trace a forward, and by itself its part up to ``first_layer``. Raises whatever the tracer does."""
-    head = model.get_output_embeddings()
+    own = model.get_output_embeddings()
 
     def enter(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         captured: list[torch.Tensor] = []
@@ -192,13 +194,13 @@ def _trace_parts(model: Any, first_layer: Any, run: traced.Pass) -> TracedPass:
             run(ids, positions)
         return captured[0]
 
-    own_head = type(head).forward.__get__(head)
+    own_head = type(own).forward.__get__(own)
     remote_hole = _replace_method(first_layer, "call", _make_hole(REMOTE))
-    head_hole = _replace_method(head, "forward", _make_hole(HEAD))
+    head_hole = _replace_method(own, "forward", _make_hole(HEAD))
     with torch.no_grad(), remote_hole, head_hole, _bind_calls(torch.clone, own_head):
         line, constants = _trace_function(run)
         entry, entry_constants = _trace_function(enter)
-    return TracedPass(model, line, entry, [*constants, *entry_constants])
+    return TracedPass(model, line, entry, [*constants, *entry_constants], head)
 
 
 def trace_ends(ends: Ends, arity: int = 0) -> TracedPass | None:
@@ -229,7 +231,7 @@ def _trace_ends(ends: Ends, with_mask: bool) -> TracedPass:
         logits: torch.Tensor = ends.model(input_ids=ids, position_ids=positions, use_cache=False, **mask).logits
         return logits
 
-    return _trace_parts(ends.model, ends.remote, run)
+    return _trace_parts(ends.model, ends.remote, run, ends.model.get_output_embeddings())
 
 
 def _compare_with_rows(ends: Ends, line: TracedPass) -> None:

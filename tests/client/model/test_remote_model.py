@@ -122,7 +122,7 @@ class TestSteps:
     def test_a_model_that_was_changed_goes_its_own_way(self, change: str, tmp_path: Path) -> None:
         model = client(checkpoints.make("llama", tmp_path, n_layers=2))
         stubs = list(skeleton.decoder_layers(model).children())
-        traced = trace_model(model, stubs, "past_key_values")
+        traced = trace_model(model, stubs, "past_key_values", model.get_output_embeddings())
         assert traced is not None
         assert traced.is_current
         with torch.no_grad():
