@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator
 
 from swarmd.plan.owner.duty import Duty
 from swarmd.protocol.wire import messages
-from swarmd.protocol.wire.frames import Frame, FrameDecoder
+from swarmd.protocol.wire.frames import LONG_READ_BYTES, SHORT_READ_BYTES, Frame, FrameDecoder
 from swarmd.protocol.wire.worker import Tick
 
 TICK_INTERVAL_S = 0.5  # an eighth of the silence after which the daemon gives a worker up
-_RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
 
 class DaemonSocket:
@@ -46,11 +45,13 @@ class DaemonSocket:
     def receive(self, *, wait: bool) -> Iterator[Frame]:
         """Yield what has arrived; wait for something only if there is nothing else to do. Raises EOFError."""
         flags = 0 if wait else socket.MSG_DONTWAIT
+        data = b""
         while True:
+            n_bytes = LONG_READ_BYTES if len(data) >= SHORT_READ_BYTES else SHORT_READ_BYTES
             if not flags:
                 self.count_work()
             try:
-                data = self._connection.recv(_RECEIVE_BYTES, flags)
+                data = self._connection.recv(n_bytes, flags)
             except BlockingIOError:
                 return
             if not data:

@@ -34,7 +34,7 @@ from swarmd.node.worker.share import ComputeShare
 from swarmd.plan.owner.restarts import MAX_KILLS, MAX_LOAD_CRASHES, STEADY_S, RestartPolicy, WorkerEnd
 from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import messages, worker
-from swarmd.protocol.wire.frames import Frame, FrameDecoder
+from swarmd.protocol.wire.frames import LONG_READ_BYTES, SHORT_READ_BYTES, Frame, FrameDecoder
 from swarmd.protocol.wire.messages import Refusal
 from swarmd.protocol.wire.worker import (
     Ending,
@@ -57,7 +57,6 @@ STALL_S = 4.0  # a stopped worker is missed by its sessions for so long; one pas
 STALL_LOADING_S = 600.0  # reading and packing a large model from a slow disk
 TELL_INTERVAL_S = 5.0  # of loading, in the log: reading a large model takes minutes
 CHECK_INTERVAL_S = 0.5  # an eighth of STALL_S: found late by little
-_RECEIVE_BYTES = 4 * 2**20  # a whole activation of a prefill in one read
 
 
 class WorkerLost(SwarmUnavailable):
@@ -119,9 +118,11 @@ class SubprocessWorker:
             raise WorkerLost("the worker is gone") from None
 
     async def received(self) -> AsyncIterator[bytes]:
+        data = b""
         while True:
+            n_bytes = LONG_READ_BYTES if len(data) >= SHORT_READ_BYTES else SHORT_READ_BYTES
             try:
-                data = await self._stream.receive_some(_RECEIVE_BYTES)
+                data = await self._stream.receive_some(n_bytes)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return
             if not data:

@@ -16,6 +16,8 @@ VERSION = 1  # of the frame's layout; docs/protocol.md
 LAST_VERSION = 15  # that may ever be: beyond it is no other version, but noise
 MAX_HEADER_BYTES = 60_000  # two bytes tell how long it is
 MAX_PAYLOAD_BYTES = 16 * 2**20  # what one frame makes a receiver hold
+SHORT_READ_BYTES = 256 * 1024  # of a socket at a time: memory for more takes longer to get than steps to read
+LONG_READ_BYTES = 4 * 2**20  # after a read that was full: a whole activation of a prompt
 _PREFIX = struct.Struct(">BBHI")
 PREFIX_BYTES = _PREFIX.size
 
