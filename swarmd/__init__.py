@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # Threads of torch that have nothing to do look for work, by default for 8 ms: between two tokens all cores burn. 1 ms
 # is enough for what follows at once (benchmarks/waiting_threads.py). It is read when torch is imported.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "50000")
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "50000"
 
 __all__ = [
     "CacheExhausted",

@@ -119,11 +119,6 @@ class AsyncSwarm:
         self._tasks = Tasks()
 
     @property
-    def has_many_sessions(self) -> bool:
-        """Are several sessions, or lanes, open?"""
-        return len(self.dispatch.listeners) > 1
-
-    @property
     def weights_folder(self) -> Path:
         """Where this client keeps what came from the swarm, and what it compiled."""
         return self._membership.weights

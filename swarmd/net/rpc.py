@@ -50,7 +50,6 @@ HELLO_TIMEOUT_S = 4.0  # one round trip, and certificates to verify
 CALL_TIMEOUT_S = 10.0  # for a caller that says nothing else
 MAX_PENDING_CALLS = 1_024  # of one channel: whoever has more under way is not waiting for answers
 MAX_PEERS_OF_SPONSOR = 100  # at once: a member with its clients, or the clients of one invite; each has windows here
-TOGETHER_WITHIN_S = 5.0  # small frames leave: a peer that takes nothing for so long is as good as gone
 MAX_CHANNELS = 4  # of one purpose from one peer: a client and a daemon may share an identity
 
 
@@ -96,7 +95,6 @@ class Channel:
         self._answers = answers
         self._pending: dict[int, _Reply] = {}
         self._n_calls = 0
-        self._together: list[bytes] = []  # frames that the next write takes along
 
     @property
     def is_open(self) -> bool:
@@ -134,34 +132,9 @@ class Channel:
             raise Unreachable(f"the channel to {self.peer} has ended")
         await self._lock.acquire(is_bulk=False)
         try:
-            if self._together:
-                frame = b"".join((*self._together, frame))
-                self._together.clear()
             await self.stream.send(frame)
         finally:
             self._lock.release()
-
-    async def send_together(self, frame: bytes) -> None:
-        """Send a small frame, in one write with all that others send so in this turn of the loop. Raises Unreachable.
-
-        The first of them writes for all, even if it is cancelled; the others do not wait. Where it cannot, the channel
-        ends, of which its owner hears.
-        """
-        self._together.append(frame)
-        if len(self._together) > 1:
-            return
-        with trio.CancelScope(deadline=trio.current_time() + TOGETHER_WITHIN_S, shield=True):
-            await trio.lowlevel.checkpoint()
-            try:
-                if self._together:  # else somebody took them along
-                    await self.send_raw(b"")
-            except Unreachable:
-                await self.close()
-                raise
-            return
-        with trio.CancelScope(shield=True):
-            await self.close()
-        raise Unreachable(f"{self.peer} took nothing for {TOGETHER_WITHIN_S:.0f} s")
 
     async def send_in_slices(
         self,

@@ -7,6 +7,7 @@ to a budget shared by all sessions of the process, then in unlinked files that t
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from swarmd.protocol.wire.alternatives import Alternative, count_alternative_tok
 from swarmd.protocol.wire.messages import Edit, count_changes, count_cropped
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
-_MERGED_OPS = 16  # at once
+_MERGED_STEPS = 16  # of one token each, at once
 
 
 @dataclass(slots=True)
@@ -93,7 +94,15 @@ class SentOp:
     @property
     def is_plain(self) -> bool:
         """Does it bring tokens, and nothing else?"""
-        return self.hidden is not None and self.mask is None and not self.edits and not self.n_absent
+        has_tokens = self.hidden is not None and self.positions is not None
+        return has_tokens and self.mask is None and not self.edits and not self.n_absent
+
+    def alone(self) -> SentOp:
+        """Return the same op in memory of its own: what a pass gave to many lies in one piece."""
+        hidden = self.hidden
+        if hidden is None or hidden.untyped_storage().nbytes() <= 2 * hidden.nbytes:
+            return self
+        return replace(self, hidden=hidden.clone())
 
     def without_tokens(self) -> SentOp:
         """Return the same op with all of its tokens absent."""
@@ -125,8 +134,8 @@ class SentOp:
 # grade nothing is merged: a successor must compute in the same portions, since sums in another order round otherwise.
 # Absent tokens are at the end, if there are any: they are cropped before tokens are put behind them.
 #
-# To copy one token into the slab takes as long as to copy sixteen. So what is settled waits, until there is enough of
-# it or until somebody looks.
+# To copy one token into the slab takes as long as to copy sixteen. So settled steps wait, until there are enough or
+# somebody looks. Longer ops are merged at once: only the slab is in the budget.
 class History:
     """The ops that one sender sent in one session."""
 
@@ -138,23 +147,22 @@ class History:
         self._settled: list[SentOp] = []
         self._recent: list[SentOp] = []
 
-    @property
-    def merged(self) -> _Slab:
-        """All that is settled, as the successor's caches have it."""
-        if self._settled:
-            self._slab.apply(self._settled)
-            self._settled = []
+    def merge(self) -> _Slab:
+        """Merge all that is settled; returns it, as the successor's caches have it."""
+        settled = self._settled
+        self._settled = []
+        self._slab.apply(settled)
         return self._slab
 
     @property
     def base_seq(self) -> int:
         """The last op that is merged."""
-        return self.merged.base_seq
+        return self.merge().base_seq
 
     @property
     def n_tokens(self) -> int:
         """Tokens of each row that are merged."""
-        return self.merged.n_tokens
+        return self.merge().n_tokens
 
     def add(self, sent: SentOp) -> None:
         """Add the newest op."""
@@ -168,9 +176,9 @@ class History:
             settled = self._recent.pop(0)
             self.recent_tokens -= settled.n_tokens
             self.recent_edits -= count_changes(settled.edits, settled.hidden is not None)
-            self._settled.append(settled)
-        if len(self._settled) >= _MERGED_OPS:
-            _ = self.merged
+            self._settled.append(settled.alone() if settled.n_kept <= 1 else settled)
+            if settled.n_kept > 1 or len(self._settled) >= _MERGED_STEPS:
+                self.merge()
 
     def forget_void(self, first: int, last: int) -> None:
         """Keep no tokens of ops ``first`` to ``last``: they are absent for whoever is sent them from now on."""
@@ -182,7 +190,7 @@ class History:
 
     def base(self, max_tokens: int) -> Iterator[tuple[int, int, SentOp]]:
         """Yield the merged history in parts of at most ``max_tokens``: (part, parts, op)."""
-        return self.merged.parts(max_tokens)
+        return self.merge().parts(max_tokens)
 
     def tokens(self, start: int, end: int) -> torch.Tensor:
         """Return hidden states [b, end - start, d] of tokens that no later edit has touched, as a copy."""
@@ -210,7 +218,8 @@ class History:
     def n_kept(self) -> int:
         """Tokens that no op has cropped, merged or not."""
         n_cropped = sum(count_cropped(sent.edits) for sent in self._recent)
-        return self.merged.n_tokens + self.merged.n_absent + self.recent_tokens - n_cropped
+        slab = self.merge()
+        return slab.n_tokens + slab.n_absent + self.recent_tokens - n_cropped
 
     def _parts(
         self,
@@ -218,8 +227,9 @@ class History:
         end: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return hidden states and positions of live tokens ``start`` to ``end``, piece by piece."""
-        parts = self.merged.kept()
-        n_absent = self.merged.n_absent
+        slab = self.merge()
+        parts = slab.kept()
+        n_absent = slab.n_absent
         for sent in self._recent:
             n_cropped = count_cropped(sent.edits)
             _crop_parts(parts, max(0, n_cropped - n_absent))
@@ -257,18 +267,18 @@ class _Slab:
 
     def apply(self, ops: Sequence[SentOp]) -> None:
         """Apply ops as their receiver applied them to its caches; tokens that come one after the other at once."""
-        run: list[SentOp] = []
-        for sent in ops:
-            if not sent.is_plain:
-                self._append_run(run)
-                run = []
-            if sent.is_plain:
-                run.append(sent)
+        for is_plain, group in itertools.groupby(ops, key=lambda sent: sent.is_plain):
+            run = list(group)
+            if is_plain:
+                kept = [part for sent in run if (part := sent.kept()) is not None]
+                hidden = torch.cat([part[0] for part in kept], 1)
+                positions = torch.cat([part[1] for part in kept], 1)
+                self._append_tokens(hidden, positions, None)
             else:
-                self._apply_op(sent)
-            self.base_seq = sent.seq
-            self.record_past = self.record_past or sent.record_past
-        self._append_run(run)
+                for sent in run:
+                    self._apply_op(sent)
+            self.base_seq = run[-1].seq
+            self.record_past |= any(sent.record_past for sent in run)
 
     def kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return hidden states and positions, if there are any."""
@@ -302,14 +312,6 @@ class _Slab:
         self._hidden = None
         self._positions = None
         self._mask = None
-
-    def _append_run(self, run: Sequence[SentOp]) -> None:
-        """Append the tokens of plain ops."""
-        if not run:
-            return
-        kept = [part for sent in run if (part := sent.kept()) is not None]
-        hidden, positions = (torch.cat(parts, 1) for parts in ([part[0] for part in kept], [part[1] for part in kept]))
-        self._append_tokens(hidden, positions, None)
 
     def _apply_op(self, sent: SentOp) -> None:
         for edit in sent.edits:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 from swarmd.errors import Code, PeerTimeout, Refused, Unreachable
-from swarmd.net.api import Stream
 from swarmd.net.rpc import MAX_PENDING_CALLS, Channel, Rpc
 from swarmd.net.sim import SimWorld
 from swarmd.protocol.wire import tuning
 from swarmd.protocol.wire.frames import Frame
-from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Pong, WantManifest, encode_frame
+from swarmd.protocol.wire.messages import AnyMessage, Hello, Ping, Pong, WantManifest
 from swarmd.values import PeerId
 
 A, B = PeerId("a"), PeerId("b")
@@ -100,57 +98,6 @@ async def test_many_who_ask_at_once_share_one_channel(virtual_time: MockClock) -
         assert rpcs[A].find_channel(B, "bulk") is None
         with pytest.raises(Unreachable, match="does not dial itself"):
             await rpcs[A].channel(A)
-
-
-class Recording:
-    """A stream that keeps what is written, each write by itself."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.writes: list[bytes] = []
-        self.is_stuck = False
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def send(self, data: bytes) -> None:
-        if self.is_stuck:
-            await trio.sleep_forever()
-        self.writes.append(data)
-        await self._stream.send(data)
-
-
-async def test_small_frames_of_one_turn_leave_in_one_write(virtual_time: MockClock) -> None:
-    async with pair() as (rpcs, guests):
-        channel = await rpcs[A].channel(B)
-        stream = channel.stream = Recording(channel.stream)  # type: ignore[assignment]
-        frames = [encode_frame(Ping(id=number, want_bytes=1)) for number in range(1, 5)]
-
-        async def leave(scope: trio.CancelScope) -> None:
-            with scope:
-                await channel.send_together(frames[0])
-
-        first = trio.CancelScope()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(leave, first)
-            for frame in frames[1:3]:
-                nursery.start_soon(channel.send_together, frame)
-            await trio.lowlevel.checkpoint()
-            first.cancel()  # it writes for the others all the same
-        assert sorted(stream.writes[0]) == sorted(b"".join(frames[:3]))
-        assert len(stream.writes) == 1
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(channel.send_together, frames[0])
-            await trio.lowlevel.checkpoint()
-            await channel.send_raw(frames[3])
-        assert stream.writes[1] == frames[0] + frames[3], "in the order in which they were sent"
-        await rpcs[A].call(B, Ping())
-        stream.is_stuck = True
-        with pytest.raises(Unreachable, match="took nothing"):
-            await channel.send_together(frames[0])
-        await trio.sleep(1)
-        assert not channel.is_open
-        assert guests[A].ended == [B]
 
 
 async def test_a_call_ends_with_its_answer_its_deadline_or_its_channel(virtual_time: MockClock) -> None:

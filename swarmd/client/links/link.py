@@ -47,10 +47,6 @@ class SessionServices(Protocol):
     audits: bool
     identity: Identity
 
-    @property
-    def has_many_sessions(self) -> bool:
-        """Are several sessions open?"""
-
     def view(self) -> SwarmView: ...
 
     def trips(

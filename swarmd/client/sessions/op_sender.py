@@ -15,8 +15,6 @@ from swarmd.protocol.wire.messages import Op, Void
 from swarmd.wire.history import History
 from swarmd.wire.ops import encode_op
 
-TOGETHER_BYTES = 32 * 1024  # steps are shorter, and prompts longer
-
 
 class OpSender:
     """See the module. What is sent is kept in ``history``, for repairs."""
@@ -70,8 +68,6 @@ class OpSender:
         try:
             channel = await self._swarm.rpc.channel(link.hop.peer)
             with trio.fail_after(OPEN_TIMEOUT_S):
-                # of rows that share a head many are sent at once; alone it would be a turn of the loop later
-                is_small = len(frame) <= TOGETHER_BYTES and self._swarm.has_many_sessions
-                await (channel.send_together(frame) if is_small else channel.send_raw(frame))
+                await channel.send_raw(frame)
         except (PeerError, trio.TooSlowError) as error:
             self._chain.note_trouble(f"{link.hop}: {error}")

@@ -48,9 +48,9 @@ def pack_state(
     merged = next(iter(history.base(1 << 62)), None)
     if merged is not None:
         _put_op(tensors, "base", merged[2])
-    tensors["base.reached"] = torch.tensor([history.base_seq, int(history.merged.record_past)])
+    tensors["base.reached"] = torch.tensor([history.base_seq, int(history.merge().record_past)])
     recent = list(history.after(0))
-    if history.merged.n_absent or any(sent.n_absent for sent in recent):
+    if history.merge().n_absent or any(sent.n_absent for sent in recent):
         raise Refused(Code.UNSUPPORTED, "tokens that were tried ahead are void, and not cropped yet")
     if len(recent) > MAX_RECENT:
         raise Refused(Code.UNSUPPORTED, f"{len(recent)} separate ops are more than can be handed over")
@@ -107,7 +107,7 @@ def _restore_history(tensors: Tensors, history: History, shape: StateShape) -> N
     if "base.hidden" in tensors:
         history.add(_get_op(tensors, "base", base_seq, base_records, shape))
         history.settle(base_seq)
-    history.merged.base_seq = base_seq
+    history.merge().base_seq = base_seq
     reached = base_seq
     n_tokens = history.n_tokens
     for number in range(n_recent):

@@ -20,6 +20,7 @@ from swarmd.compute.serving.engine import PASS_ERRORS, Engine, Head
 from swarmd.compute.serving.session_queues import FindTuned, Key, SessionQueues, none_held
 from swarmd.plan.chains.batching import (
     MAX_TOKENS_PER_PASS,
+    MOST_TOKENS_OF_CARD,
     PassShare,
     ReadyOp,
     can_admit_steps,
@@ -63,6 +64,7 @@ class Scheduler:
         self._head = head
         self._clock = clock
         self._may_interleave = can_interleave
+        self._most_tokens = MAX_TOKENS_PER_PASS if engine.device.type == "cpu" else MOST_TOKENS_OF_CARD
         self._passing: set[Key] = set()
         self._passing_since = 0.0
         self._interleaved_s = 0.0
@@ -102,7 +104,9 @@ class Scheduler:
         has_prompts = len(steps) < len(ready)
         can_let_in = has_prompts and self._can_interleave and sum(steps.values()) <= self.engine.interleaved_tokens
         can_let_in = can_let_in and all(map(self._queues.is_interleavable, steps))
-        shares = choose_pass(ready, self._queues.turns.served, self._pace.speed, n_active, can_let_in).action
+        shares = choose_pass(
+            ready, self._queues.turns.served, self._pace.speed, n_active, can_let_in, self._most_tokens
+        ).action
         computed = {share.key for share in shares}
         has_prompt = bool(computed - steps.keys())
         self._pace.end_waiting()

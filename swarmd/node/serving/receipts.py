@@ -7,7 +7,7 @@ tells the story.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from swarmd.errors import Code, Forged, IntegrityError, Refused
 from swarmd.net.exchange import Exchange
@@ -33,6 +33,7 @@ from swarmd.protocol.wire.messages import (
 )
 from swarmd.values import PeerId
 
+MOST_DIGESTED_BYTES = 16 * 2**20  # beside the rest: who waits for digests waits for those before, 30 ms
 OPS_INTERVAL = 32  # ops that one receipt is for: a signature costs 0.1 ms, a digest 5 us
 
 
@@ -52,6 +53,7 @@ class Receipts:
         self._outbox = outbox
         self._tasks = tasks
         self._digesting = ThreadPoolExecutor(1, "digests")
+        self._under_way: list[tuple[Future[bytes], int]] = []  # and of how many bytes
 
     def trail(self, opening: OpenSession) -> Trail | None:
         """What receipts of a session will be made of; None where its client wants none."""
@@ -64,9 +66,14 @@ class Receipts:
             shape=shape, adapter=opening.adapter, tuned=opening.tuned, is_heir=is_heir, later=self._begin_digests
         )
 
-    def _begin_digests(self, work: Callable[[], bytes]) -> Waiting:
-        """Have digests computed in a thread, while the tokens go on their way."""
-        return self._digesting.submit(work).result
+    def _begin_digests(self, work: Callable[[], bytes], n_bytes: int) -> Waiting:
+        """Have digests computed in a thread, while the tokens go on their way; at once where much waits for that."""
+        self._under_way = [(digests, n) for digests, n in self._under_way if not digests.done()]
+        if sum(n for _, n in self._under_way) + n_bytes > MOST_DIGESTED_BYTES:
+            return receipt.at_once(work, n_bytes)
+        digests = self._digesting.submit(work)
+        self._under_way.append((digests, n_bytes))
+        return digests.result
 
     def note_output(
         self,

@@ -17,7 +17,7 @@ from swarmd.values import Decision, count
 
 MAX_GUESSED_TOKENS = 16  # verifying some guesses is decoding too
 MAX_TOKENS_PER_PASS = 512  # fixed, so that the exact grade repeats a prefill as it was
-MOST_TOKENS_PER_PASS = 2_048  # of a prompt where they take a card no longer than LONGEST_CHUNK_S: fewer, fuller passes
+MOST_TOKENS_OF_CARD = 2_048  # in a pass, where they take no longer than LONGEST_CHUNK_S: fewer, fuller passes
 LONGEST_CHUNK_S = 0.05  # whoever comes meanwhile waits for it
 MIN_CHUNK_TOKENS = 8  # less of a prefill is not worth a pass
 MIN_TOKENS_BETWEEN = 64  # in a pass between those of who decodes: 32 cost four streams 7 % of their tokens
@@ -64,11 +64,13 @@ def choose_pass(
     speed: Speed,
     n_active: int = 0,
     admits_steps: bool = False,
+    most_tokens: int = MAX_TOKENS_PER_PASS,
 ) -> Decision[tuple[PassShare, ...]]:
     """Choose what one pass computes.
 
     ``served`` is what each client was given so far, in tokens; ``n_active`` sessions decode, and come again soon. A
-    pass may let steps in between its layers (``choose_steps``), so that prefill needs not make room for them.
+    pass may let steps in between its layers (``choose_steps``), so that prefill needs not make room for them. Of a
+    prompt it takes ``most_tokens`` at most.
     """
     if not ready:
         return Decision((), "nothing is ready")
@@ -89,7 +91,8 @@ def choose_pass(
     turn = min(contenders, key=rank)
     if not turn.can_share:
         return Decision(
-            (PassShare(turn.key, _longest_chunk(turn, speed)),), "a session that cannot share a pass, in its turn"
+            (PassShare(turn.key, _longest_chunk(turn, speed, most_tokens)),),
+            "a session that cannot share a pass, in its turn",
         )
     decode_steps = [r for r in decoding if r.can_share and r.group == turn.group]
     shares = [PassShare(r.key, r.t) for r in decode_steps]
@@ -100,10 +103,10 @@ def choose_pass(
     prefill = min(prefills, key=rank)
     affordable_tokens = int(PREFILL_SHARE * speed.decode_pass_s / max(speed.prefill_token_s, 1e-9))
     if not decode_steps and not n_active:
-        chunk = _longest_chunk(prefill, speed)
+        chunk = _longest_chunk(prefill, speed, most_tokens)
         return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, nobody decodes")
     min_tokens = MIN_CHUNK_TOKENS if decode_steps and not admits_steps else MIN_TOKENS_BETWEEN
-    chunk = min(_longest_chunk(prefill, speed), max(min_tokens, affordable_tokens) // prefill.b or 1)
+    chunk = min(_longest_chunk(prefill, speed, most_tokens), max(min_tokens, affordable_tokens) // prefill.b or 1)
     if admits_steps:
         return Decision((PassShare(prefill.key, chunk),), f"{chunk} tokens of prefill, which let decode steps in")
     shares.append(PassShare(prefill.key, chunk))
@@ -162,8 +165,8 @@ def tokens_of_op(b: int, t: int, prefill_tokens_per_s: Sequence[float], n_member
     return min(t, -(-n_even // BLOCK_TOKENS) * BLOCK_TOKENS)
 
 
-def _longest_chunk(ready: ReadyOp, speed: Speed) -> int:
+def _longest_chunk(ready: ReadyOp, speed: Speed, most_tokens: int) -> int:
     """So many tokens of each row as a fast card computes in a moment; of what may be repeated always as many."""
-    n_quick = min(MOST_TOKENS_PER_PASS, int(LONGEST_CHUNK_S / max(speed.prefill_token_s, 1e-9)))
+    n_quick = min(most_tokens, int(LONGEST_CHUNK_S / max(speed.prefill_token_s, 1e-9)))
     n_tokens = max(MAX_TOKENS_PER_PASS, n_quick) if ready.can_share else MAX_TOKENS_PER_PASS
     return min(ready.t, max(1, n_tokens // ready.b))

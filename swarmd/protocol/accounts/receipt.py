@@ -29,10 +29,14 @@ DIGEST_BYTES = 16  # whoever wants two values of one digest tries 2^64
 UNSEEN = bytes(DIGEST_BYTES)  # the digest of a token that did not pass here
 MAX_TOKENS = 65_536  # of one receipt: as many as an op may have
 MAX_FIRST = 2**22  # the tokens of the longest session
+LONG_TOKENS = 64  # digests of fewer take less time than handing them on
+LONG_TOKEN_BYTES = 2_048  # hashes of less keep other threads waiting
 _DOMAIN = b"swarmd receipt 2\0"
 _KIND = struct.Struct(">HIBB??")  # rows, width, dtype, codec, positions, mask
 Waiting = Callable[[], bytes]
 """Waits for bytes that are made meanwhile, and returns them."""
+Later = Callable[[Callable[[], bytes], int], Waiting]
+"""Begins work that reads so many bytes."""
 Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * DIGEST_BYTES)]
 
 
@@ -122,7 +126,7 @@ def _kind_of(meta: TensorMeta) -> bytes:
     return _KIND.pack(meta.b, meta.d, dtype, codec, meta.has_positions, meta.has_mask)
 
 
-def at_once(work: Callable[[], bytes]) -> Waiting:
+def at_once(work: Callable[[], bytes], n_bytes: int) -> Waiting:
     """Have something computed now, and nothing meanwhile."""
     done = work()
     return lambda: done
@@ -150,11 +154,11 @@ class _Row:
     def add_unseen(self, n_tokens: int) -> None:
         self._digests += UNSEEN * n_tokens
 
-    def add(self, n_tokens: int, digests: Waiting) -> None:
-        """Add digests of so many tokens."""
-        if n_tokens == 1:
-            self._digests += digests()
-            return
+    def add(self, digests: bytes) -> None:
+        self._digests += digests
+
+    def add_later(self, n_tokens: int, digests: Waiting) -> None:
+        """Have digests of so many tokens come to their places."""
         self._pending.append((len(self._digests), digests))
         self.add_unseen(n_tokens)
 
@@ -185,8 +189,8 @@ class _Row:
 class Trail:
     """The digests of the tokens that a hop's cache holds now, as they entered and as they left.
 
-    ``later`` computes those of more than one token, perhaps beside what goes on meanwhile. Ops are of ``shape``: so
-    many rows, so wide. It is broken once rows were reordered: nothing is signed any more.
+    ``later`` computes those of long ops, perhaps beside what goes on meanwhile. Ops are of ``shape``: so many rows, so
+    wide. It is broken once rows were reordered: nothing is signed any more.
     Once an op was refused that had entered, it tells of what passed before, and of nothing after.
     """
 
@@ -199,7 +203,7 @@ class Trail:
     is_broken: bool = False
     is_heir: bool = False
     is_at_end: bool = False
-    later: Callable[[Callable[[], bytes]], Waiting] = at_once
+    later: Later = at_once
     _entered: _Row = field(default_factory=_Row)
     _left: _Row = field(default_factory=_Row)
     _under: deque[_Under] = field(default_factory=deque)
@@ -291,9 +295,11 @@ class Trail:
 
     def _add_digests(self, row: _Row, meta: TensorMeta, payload: memoryview | bytes, n_alternative: int) -> None:
         """Add those of an op's tokens but the last ``n_alternative``. Raises RemoteProtocolError."""
+        if n_alternative or meta.t < LONG_TOKENS or len(payload) < meta.t * LONG_TOKEN_BYTES:
+            row.add(kept_digests(meta, payload, n_alternative))
+            return
         layout_untrusted(meta, len(payload))
-        work = partial(kept_digests, meta, payload, n_alternative)
-        row.add(meta.t - n_alternative, work if meta.t == 1 else self.later(work))
+        row.add_later(meta.t, self.later(partial(digests_of, meta, payload), len(payload)))
 
     def _drop_last(self, row: _Row, n_tokens: int) -> None:
         if n_tokens:

@@ -21,14 +21,14 @@ class SlowHead:
         self.batches: list[list[float]] = []
         self.has_begun = threading.Semaphore(0)
         self.may_end = threading.Semaphore(0)
-        self.error: Exception | None = None
+        self.refused: float | None = None  # a value that it fails with
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         self.batches.append(hidden[0, :, 0].tolist())
         self.has_begun.release()
         assert self.may_end.acquire(timeout=WITHIN_S)
-        if self.error is not None:
-            raise self.error
+        if self.refused in self.batches[-1]:
+            raise RuntimeError("no memory")
         return 2 * hidden
 
 
@@ -48,7 +48,8 @@ class Caller:
 
     def _run(self) -> None:
         try:
-            self.logits = self._ask()[0, :, 0].tolist()
+            with torch.no_grad():  # as ``generate`` does
+                self.logits = self._ask()[0, :, 0].tolist()
         except Exception as error:  # noqa: BLE001 - what the test looks at
             self.error = error
 
@@ -62,14 +63,14 @@ class Arrivals(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_come = threading.Semaphore(0)
+        self.has_come = threading.Semaphore(0)
 
     def append(self, entry: Any) -> None:
         super().append(entry)
-        self._has_come.release()
+        self.has_come.release()
 
     def wait(self) -> None:
-        assert self._has_come.acquire(timeout=WITHIN_S)
+        assert self.has_come.acquire(timeout=WITHIN_S)
 
 
 def make(head: SlowHead) -> tuple[SharedHead, Arrivals]:
@@ -94,27 +95,41 @@ def test_who_comes_while_it_computes_is_in_the_next_batch() -> None:
     assert head.batches == [[1.0], [2.0, 3.0, 4.0, 5.0]]
     assert [caller.logits for caller in callers] == [[2.0], [4.0, 6.0], [8.0], [10.0]]
     head.may_end.release()
-    assert shared(hidden_of(7.0)).item() == 14.0, "it is free again"
+    last = Caller(shared, 7.0)
+    last.join()
+    assert last.logits == [14.0], "it is free again"
 
 
-def test_an_error_is_that_of_its_batch() -> None:
+def test_an_error_is_that_of_its_own_thread() -> None:
     head = SlowHead()
     shared, arrivals = make(head)
-    head.error = RuntimeError("no memory")
-    first = Caller(shared, 1.0)
-    assert head.has_begun.acquire(timeout=WITHIN_S)
-    others = [Caller(shared, 2.0), Caller(shared, 3.0)]
-    for _ in (first, *others):
+    head.refused = 2.0
+    callers = []
+    for value in (1.0, 2.0, 3.0):
+        callers.append(Caller(shared, value))
         arrivals.wait()
-    head.may_end.release()
-    first.join()
-    assert head.has_begun.acquire(timeout=WITHIN_S)
-    head.error = None
-    head.may_end.release()
-    for caller in others:
+        if value == 1.0:
+            assert head.has_begun.acquire(timeout=WITHIN_S)
+    head.may_end.release(4)
+    for caller in callers:
         caller.join()
-    assert isinstance(first.error, RuntimeError)
-    assert sorted(caller.logits for caller in others) == [[4.0], [6.0]]
+    assert head.batches[:2] == [[1.0], [2.0, 3.0]]
+    assert sorted(head.batches[2:]) == [[2.0], [3.0]], "each alone, where they fail together"
+    assert isinstance(callers[1].error, RuntimeError)
+    assert [caller.logits for caller in callers] == [[2.0], [], [6.0]]
+
+
+def test_who_computes_in_a_mode_of_its_own_computes_alone() -> None:
+    head = SlowHead()
+    shared, arrivals = make(head)
+    head.may_end.release(3)
+    with torch.inference_mode():
+        assert shared(hidden_of(1.0)).is_inference()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        shared(hidden_of(2.0))
+    with torch.enable_grad():
+        shared(hidden_of(3.0))
+    assert not arrivals.has_come.acquire(blocking=False)
 
 
 def test_who_is_interrupted_leaves_the_head_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +145,7 @@ def test_who_is_interrupted_leaves_the_head_to_the_others(monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Event, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
             shared(hidden_of(2.0))
     head.may_end.release()
     last = Caller(shared, 3.0)

@@ -75,7 +75,6 @@ class PlayedSwarm:
         self.network: Any = self
         self.peer_id = PeerId("me")
         self.audits = True
-        self.has_many_sessions = False
         self.identity = Identity(bytes(32))
         self.standing = Standing()
         self.asked: list[tuple[PeerId, AnyMessage]] = []

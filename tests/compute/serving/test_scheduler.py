@@ -18,7 +18,7 @@ from swarmd.compute.model.head import LogitsHead
 from swarmd.compute.passes.backend_selection import select_backends
 from swarmd.compute.passes.span import LoadedSpan
 from swarmd.compute.serving.scheduler import Scheduler
-from swarmd.plan.chains.batching import Speed
+from swarmd.plan.chains.batching import MOST_TOKENS_OF_CARD, Speed
 from swarmd.protocol.wire import messages, worker
 from swarmd.protocol.wire.frames import FrameDecoder
 from swarmd.protocol.wire.messages import CachePart, CloseSession, Edit, HandOver, Inherited, Op, OpenSession, Refusal
@@ -138,8 +138,9 @@ def test_steps_of_several_sessions_share_passes_and_stay_apart(span: LoadedSpan)
     assert not bench.others
 
 
-def test_a_prompt_that_takes_no_time_is_one_pass(span: LoadedSpan) -> None:
+def test_a_prompt_that_takes_a_card_no_time_is_one_pass(span: LoadedSpan) -> None:
     bench = Bench(span)
+    bench.scheduler._most_tokens = MOST_TOKENS_OF_CARD
     prompt = torch.randn(1, 2_000, 64, generator=torch.Generator().manual_seed(3))
     for key, speed, n_passes in ((b"f" * 16, Speed(0.005, 1e-5), 1), (b"s" * 16, Speed(0.005, 1e-3), 4)):
         bench.scheduler._pace.speed = speed

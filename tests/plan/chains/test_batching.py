@@ -6,7 +6,7 @@ from swarmd.plan.chains.batching import (
     MAX_TOKENS_PER_PASS,
     MIN_CHUNK_TOKENS,
     MIN_TOKENS_BETWEEN,
-    MOST_TOKENS_PER_PASS,
+    MOST_TOKENS_OF_CARD,
     PassShare,
     ReadyOp,
     Speed,
@@ -42,17 +42,18 @@ def test_prefill_alone_takes_whole_passes() -> None:
     assert share.t * 4 == MAX_TOKENS_PER_PASS
 
 
-def test_where_tokens_take_no_time_a_prompts_pass_is_long() -> None:
+def test_where_tokens_take_a_card_no_time_a_prompts_pass_is_long() -> None:
     card = Speed(decode_pass_s=0.005, prefill_token_s=0.00004)
     for prefill, n_tokens in (
         (ready("long", 4_000), 1_250),
         (ready("wide", 4_000, b=4), 312),
         (ready("exact", 4_000, share=False), MAX_TOKENS_PER_PASS),
     ):
-        (share,) = choose_pass([prefill], {}, card).action
+        (share,) = choose_pass([prefill], {}, card, most_tokens=MOST_TOKENS_OF_CARD).action
         assert share.t == n_tokens
-    (share,) = choose_pass([ready("long", 4_000)], {}, Speed(0.005, 0.0)).action
-    assert share.t == MOST_TOKENS_PER_PASS
+    for most_tokens in (MAX_TOKENS_PER_PASS, MOST_TOKENS_OF_CARD):
+        (share,) = choose_pass([ready("long", 4_000)], {}, Speed(0.005, 0.0), most_tokens=most_tokens).action
+        assert share.t == most_tokens
 
 
 def test_between_the_steps_of_others_prefill_takes_short_passes() -> None:
