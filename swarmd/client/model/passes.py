@@ -62,7 +62,7 @@ class Passes(Protocol):
 class LogitsSource:
     """What computes the logits of one text: a swarm head, else a trace of the client's part, else the family's forward.
 
-    A trace is of passes with few tokens. ``cache`` is the model's argument ``cache_name``.
+    ``cache`` is the model's argument ``cache_name``.
     """
 
     model: Any
@@ -75,7 +75,11 @@ class LogitsSource:
         """Compute logits of the tokens sent, or of the last ``n`` only."""
         if self.head is not None:
             return self.head.logits(sent, self.cache, n)
-        if self.traced is not None and not is_prompt:
+        if self.traced is not None and is_prompt:  # of which only the end is wanted: norm and head are for few tokens
+            positions, through_swarm = self.cache.prepare_append(sent.shape[1], n)
+            hidden = through_swarm(self.traced.enter(sent, positions))[:, -n:]
+            return self.traced.compute(sent[:, -n:], positions[:, -n:], lambda _: hidden)
+        if self.traced is not None:
             positions, through_swarm = self.cache.prepare_append(sent.shape[1])
             return self.traced.compute(sent, positions, through_swarm)
         options = {self.cache_name: self.cache}
