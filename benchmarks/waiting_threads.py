@@ -19,11 +19,7 @@ import time
 from collections.abc import Callable
 
 VARIABLE = "GOMP_SPINCOUNT"
-COUNTS = {
-    "default": "300000",
-    "swarmd": "",
-    "sleeping": "0",
-}  # of libgomp's own, where there are as many cores as threads
+COUNTS = {"default": "300000", "swarmd": "", "sleeping": "0"}  # the first is libgomp's own for as many threads as cores
 N_TOKENS = 60
 
 

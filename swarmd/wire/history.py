@@ -17,6 +17,7 @@ import torch
 
 from swarmd.protocol.wire.alternatives import Alternative, count_alternative_tokens
 from swarmd.protocol.wire.messages import Edit, count_changes, count_cropped
+from swarmd.wire.tensors import Inputs, first_tokens
 
 _FIRST_TOKENS = 64  # room at first; doubled when it is full
 _MERGED_STEPS = 16  # of one token each, at once
@@ -82,14 +83,11 @@ class SentOp:
         """Tokens of each row that count as the session's, the absent ones included."""
         return self.n_kept + self.n_absent
 
-    def kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    def kept(self) -> Inputs | None:
         """Return hidden states, positions and mask of the tokens that caches keep."""
         if self.hidden is None or self.positions is None:
             return None
-        if not self.alternatives:
-            return self.hidden, self.positions, self.mask
-        n = self.n_kept
-        return self.hidden[:, :n], self.positions[:, :n], None if self.mask is None else self.mask[:, :n]
+        return first_tokens((self.hidden, self.positions, self.mask), self.n_kept)
 
     @property
     def is_plain(self) -> bool:
@@ -176,8 +174,9 @@ class History:
             settled = self._recent.pop(0)
             self.recent_tokens -= settled.n_tokens
             self.recent_edits -= count_changes(settled.edits, settled.hidden is not None)
-            self._settled.append(settled.alone() if settled.n_kept <= 1 else settled)
-            if settled.n_kept > 1 or len(self._settled) >= _MERGED_STEPS:
+            is_step = settled.n_kept <= 1
+            self._settled.append(settled.alone() if is_step else settled)
+            if not is_step or len(self._settled) >= _MERGED_STEPS:
                 self.merge()
 
     def forget_void(self, first: int, last: int) -> None:

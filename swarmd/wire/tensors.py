@@ -12,7 +12,8 @@ from swarmd.protocol.wire.tensors import INT4_BLOCK, INT8_BLOCK, layout_untruste
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""What an op brings: hidden [b, t, d], positions [b, t], and a mask [b, t] where rows are padded."""
 LARGEST_HALF = 2.0**15  # what gradients are scaled up to in half precision
 
 
@@ -71,7 +72,7 @@ def unpack_values_untrusted(meta: TensorMeta, payload: memoryview) -> torch.Tens
 def unpack_untrusted(
     meta: TensorMeta,
     payload: memoryview,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> Inputs:
     """Decode a payload into CPU tensors of its own. Raises RemoteProtocolError when sizes disagree."""
     if not meta.has_positions:
         raise RemoteProtocolError("expected hidden states with their positions")
@@ -159,6 +160,14 @@ def _cut_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
     b, t, d = values.shape
     padded = torch.nn.functional.pad(values, (0, -d % size))
     return padded.view(b, t, -1, size)
+
+
+def first_tokens(inputs: Inputs, n_tokens: int) -> Inputs:
+    """Return the first ``n_tokens`` of each row."""
+    hidden, positions, mask = inputs
+    if n_tokens == hidden.shape[1]:
+        return inputs
+    return hidden[:, :n_tokens], positions[:, :n_tokens], None if mask is None else mask[:, :n_tokens]
 
 
 def is_finite(values: torch.Tensor) -> bool:

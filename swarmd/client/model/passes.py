@@ -73,12 +73,8 @@ class LogitsSource:
 
     def compute_logits(self, sent: torch.Tensor, n: int, is_prompt: bool = False) -> torch.Tensor:
         """Compute logits of the tokens sent, or of the last ``n`` only."""
-        if self.head is not None:
-            return self.head.logits(sent, self.cache, n)
-        if self.traced is not None and is_prompt:  # of which only the end is wanted: norm and head are for few tokens
-            positions, through_swarm = self.cache.prepare_append(sent.shape[1], n)
-            hidden = through_swarm(self.traced.enter(sent, positions))[:, -n:]
-            return self.traced.compute(sent[:, -n:], positions[:, -n:], lambda _: hidden)
+        if self.traced is not None and (is_prompt or self.head is not None):
+            return self._compute_end(self.traced, sent, n)
         if self.traced is not None:
             positions, through_swarm = self.cache.prepare_append(sent.shape[1])
             return self.traced.compute(sent, positions, through_swarm)
@@ -88,6 +84,18 @@ class LogitsSource:
         output = self.model(input_ids=sent.to(self.model.device), use_cache=True, **options)
         logits: torch.Tensor = output.logits
         return logits
+
+    def _compute_end(self, traced: StepPass, sent: torch.Tensor, n: int) -> torch.Tensor:
+        """Send tokens [1, t]; returns logits of the last ``n``, for which alone norm and head are computed."""
+        vocabulary = self.head.vocabulary if self.head is not None else 0
+        positions, through_swarm = self.cache.prepare_append(sent.shape[1], n, vocabulary)
+        hidden = through_swarm(traced.enter(sent, positions))[:, -n:]
+        ids, positions = sent[:, -n:], positions[:, -n:]
+        if self.head is None:
+            return traced.compute(ids, positions, lambda _: hidden)
+        session = self.cache.session
+        assert session is not None
+        return self.head.read(ids, positions, hidden, session.served_logits, session)
 
     def passes(self) -> Passes:
         """How windows travel, behind a prompt that was computed."""

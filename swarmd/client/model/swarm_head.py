@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from swarmd.client.links.link import ServedLogits
-from swarmd.client.model.remote_cache import RemoteCache, Session
+from swarmd.client.model.remote_cache import Session
 from swarmd.client.model.traced_pass import StepPass
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.wire.top import largest
@@ -136,14 +136,6 @@ class SwarmHead:
     def is_current(self) -> bool:
         """Is the head here what it was? Else it is another one than the servers'."""
         return self._fingerprint() == self._known
-
-    def logits(self, ids: torch.Tensor, cache: RemoteCache, n: int) -> torch.Tensor:
-        """Send tokens [1, t] through the swarm; returns logits [1, n, vocabulary] of the last ``n``."""
-        positions, through = cache.prepare_append(ids.shape[1], n, self.vocabulary)
-        hidden = through(self._traced.enter(ids, positions))[:, -n:]
-        session = cache.session
-        assert session is not None
-        return self.read(ids[:, -n:], positions[:, -n:], hidden, session.served_logits, session)
 
     def read(
         self,

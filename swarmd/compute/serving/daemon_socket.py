@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from swarmd.plan.owner.duty import Duty
 from swarmd.protocol.wire import messages
-from swarmd.protocol.wire.frames import LONG_READ_BYTES, SHORT_READ_BYTES, Frame, FrameDecoder
+from swarmd.protocol.wire.frames import Frame, FrameDecoder, next_read_bytes
 from swarmd.protocol.wire.worker import Tick
 
 TICK_INTERVAL_S = 0.5  # an eighth of the silence after which the daemon gives a worker up
@@ -47,11 +47,10 @@ class DaemonSocket:
         flags = 0 if wait else socket.MSG_DONTWAIT
         data = b""
         while True:
-            n_bytes = LONG_READ_BYTES if len(data) >= SHORT_READ_BYTES else SHORT_READ_BYTES
             if not flags:
                 self.count_work()
             try:
-                data = self._connection.recv(n_bytes, flags)
+                data = self._connection.recv(next_read_bytes(data), flags)
             except BlockingIOError:
                 return
             if not data:

@@ -13,13 +13,10 @@ from swarmd.protocol.wire import messages
 from swarmd.protocol.wire.alternatives import count_alternative_tokens
 from swarmd.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from swarmd.protocol.wire.messages import Op, count_cropped
-from swarmd.wire.tensors import is_finite, unpack_untrusted
+from swarmd.wire.tensors import Inputs, is_finite, unpack_untrusted
 
 POSITION_BYTES = 5  # of a token: where it is, and whether it is padding
 LEAST_KEPT_EDITS = 64  # of a session, however short: each takes what a token of each row does
-
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""What an op brings: hidden [b, t, d], positions [b, t], and a mask [b, t] where rows are padded."""
 
 
 # An op could name rows that are not there, crop more than there is, bring other shapes than the session's, numbers
@@ -80,14 +77,6 @@ def read_op_untrusted(state: SessionState, op: Op, payload: memoryview) -> Input
     if why := state.cache.refuses_places(positions, mask, n_tokens, order):
         raise Refused(Code.BAD_SHAPE, why)
     return hidden, positions, mask
-
-
-def first_tokens(inputs: Inputs, n_tokens: int) -> Inputs:
-    """Return the first ``n_tokens`` of each row."""
-    hidden, positions, mask = inputs
-    if n_tokens == hidden.shape[1]:
-        return inputs
-    return hidden[:, :n_tokens], positions[:, :n_tokens], None if mask is None else mask[:, :n_tokens]
 
 
 def _check_alternatives(op: Op, n_tokens: int) -> int:

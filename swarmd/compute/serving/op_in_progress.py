@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.serving.op_check import Inputs, first_tokens
 from swarmd.compute.serving.session_state import SessionState
 from swarmd.plan.chains.prefixes import PrefixExtension
 from swarmd.protocol.fields import MOST_ABSENT, MOST_HOPS_TIMED
@@ -23,6 +22,7 @@ from swarmd.protocol.wire.messages import Op
 from swarmd.protocol.wire.worker import Done
 from swarmd.wire.history import SentOp
 from swarmd.wire.ops import encode_op
+from swarmd.wire.tensors import Inputs, first_tokens
 from swarmd.wire.top import MOST_WITH_LOGITS
 
 

@@ -15,7 +15,7 @@ from swarmd.compute.cache.handover import StateShape, pack_state, unpack_state_u
 from swarmd.compute.serving.client_parameters import NOTHING, ClientParameters
 from swarmd.compute.serving.engine import Engine
 from swarmd.compute.serving.incoming_state import PART_BYTES, IncomingState
-from swarmd.compute.serving.op_check import first_tokens, read_op_untrusted
+from swarmd.compute.serving.op_check import read_op_untrusted
 from swarmd.compute.serving.op_in_progress import OpInProgress, drop_tokens, is_void, leave_out_alternatives
 from swarmd.compute.serving.session_state import SessionState
 from swarmd.errors import Code, Refused
@@ -39,7 +39,7 @@ from swarmd.protocol.wire.tensors import max_tokens_per_frame
 from swarmd.values import Span
 from swarmd.wire.history import Budget, History
 from swarmd.wire.ops import replay_frames
-from swarmd.wire.tensors import pack, raw_bytes
+from swarmd.wire.tensors import first_tokens, pack, raw_bytes
 
 
 class HopSession:

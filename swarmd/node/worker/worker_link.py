@@ -34,7 +34,7 @@ from swarmd.node.worker.share import ComputeShare
 from swarmd.plan.owner.restarts import MAX_KILLS, MAX_LOAD_CRASHES, STEADY_S, RestartPolicy, WorkerEnd
 from swarmd.protocol.fields import Message, Request
 from swarmd.protocol.wire import messages, worker
-from swarmd.protocol.wire.frames import LONG_READ_BYTES, SHORT_READ_BYTES, Frame, FrameDecoder
+from swarmd.protocol.wire.frames import Frame, FrameDecoder, next_read_bytes
 from swarmd.protocol.wire.messages import Refusal
 from swarmd.protocol.wire.worker import (
     Ending,
@@ -120,9 +120,8 @@ class SubprocessWorker:
     async def received(self) -> AsyncIterator[bytes]:
         data = b""
         while True:
-            n_bytes = LONG_READ_BYTES if len(data) >= SHORT_READ_BYTES else SHORT_READ_BYTES
             try:
-                data = await self._stream.receive_some(n_bytes)
+                data = await self._stream.receive_some(next_read_bytes(data))
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return
             if not data:

@@ -212,10 +212,8 @@ class Trail:
 
     def inherit(self, n_tokens: int, seq: int) -> None:
         """The cache came from elsewhere: of its tokens nothing is known here."""
-        self._entered = _Row()
-        self._left = _Row()
-        for row in (self._entered, self._left):
-            row.add_unseen(n_tokens)
+        self._entered = _Row(bytearray(UNSEEN * n_tokens))
+        self._left = _Row(bytearray(UNSEEN * n_tokens))
         self.seq = seq
         self._first = n_tokens
         self._n_inherited = n_tokens

@@ -16,8 +16,8 @@ VERSION = 1  # of the frame's layout; docs/protocol.md
 LAST_VERSION = 15  # that may ever be: beyond it is no other version, but noise
 MAX_HEADER_BYTES = 60_000  # two bytes tell how long it is
 MAX_PAYLOAD_BYTES = 16 * 2**20  # what one frame makes a receiver hold
-SHORT_READ_BYTES = 256 * 1024  # of a socket at a time: memory for more takes longer to get than steps to read
-LONG_READ_BYTES = 4 * 2**20  # after a read that was full: a whole activation of a prompt
+_SHORT_READ_BYTES = 256 * 1024  # of a socket at a time: memory for more takes longer to get than steps to read
+_LONG_READ_BYTES = 4 * 2**20  # after a read that was full: a whole activation of a prompt
 _PREFIX = struct.Struct(">BBHI")
 PREFIX_BYTES = _PREFIX.size
 
@@ -29,6 +29,11 @@ class Frame:
     header: bytes
     payload: memoryview
     raw: bytes
+
+
+def next_read_bytes(last: bytes) -> int:
+    """How much to read of a socket at a time, behind what was read last."""
+    return _LONG_READ_BYTES if len(last) >= _SHORT_READ_BYTES else _SHORT_READ_BYTES
 
 
 def encode(header: bytes, payload: bytes | memoryview = b"") -> bytes:
