@@ -14,7 +14,7 @@ from torch.nn import functional
 pytest.importorskip("triton")  # Linux has it
 
 from swarmd.compute.cache.pieces import SessionTokens
-from swarmd.compute.cuda import attention, availability, pointwise, products
+from swarmd.compute.cuda import attention, availability, experts, pointwise, products
 from swarmd.compute.cuda.attention import Attention
 from swarmd.compute.linear.formats import INT4, INT4_HALVES, INT8
 from swarmd.compute.linear.four_bits import quantise_to_4_bits
@@ -111,6 +111,29 @@ def test_what_is_between_products_is_what_it_stands_for(dtype: torch.dtype) -> N
     assert relative_error(own.gate(gate, up), functional.silu(gate.float()) * up.float()) < tolerance
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("counts", [(0, 3, 0, 17, 1), (1,), (0, 0, 2), (16, 33)])
+def test_rows_meet_the_experts_that_they_chose(
+    counts: tuple[int, ...], is_transposed: bool, dtype: torch.dtype
+) -> None:
+    n_in, n_out = 272, 40
+    rng = torch.Generator().manual_seed(len(counts))
+    shape = (len(counts), n_out, n_in) if is_transposed else (len(counts), n_in, n_out)
+    weights = torch.randn(*shape, generator=rng).to(dtype).to(DEVICE)
+    weights = weights.transpose(1, 2) if is_transposed else weights
+    rows = torch.randn(sum(counts) + 2, n_in, generator=rng).to(dtype).to(DEVICE)
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0, dtype=torch.int32)
+    out = experts.grouped(rows, weights, ends)
+    start = 0
+    for expert, count in enumerate(counts):
+        part = slice(start, start + count)
+        if count:
+            assert relative_error(out[part].float(), rows[part].float() @ weights[expert].float()) < DTYPES[dtype]
+        start += count
+    assert not out[start:].any(), "rows that are nobody's"
+
+
 def test_where_no_kernel_runs_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def gate(*parts: torch.Tensor) -> torch.Tensor:
         raise OSError("Failed to find C compiler")
@@ -164,6 +187,9 @@ def test_a_recorded_pass_gives_what_the_pass_gives(
         selection.step()
     (row,), by, hop = selection.table.rows, selection._trial, span.span
     assert isinstance(row.backend, TracedBackend)
+    if family == "qwen3_moe":
+        assert lines[0]["swarmd_cuda.grouped.default"] == 2, "the host would be asked how many rows each expert has"
+        assert lines[0]["swarmd_cuda.norm.default"] == 4, "a mixture's pass is rewritten as others are"
     if family == "llama":
         launches = {"swarmd_cuda.norm.default": 4, "swarmd_cuda.rotate.default": 4, "swarmd_cuda.gate.default": 2}
         assert lines[0] & Counter(launches) == launches

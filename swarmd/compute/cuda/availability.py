@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -32,3 +35,16 @@ def trouble(device: torch.device) -> str:
     except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and all of them mean the same
         return f"Triton: {str(error)[:200] or type(error).__name__}"
     return ""
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Within, what waits for the card is refused: a recording that fails in its midst leaves the allocator in it."""
+    previous_mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(previous_mode)

@@ -10,9 +10,7 @@ a pass takes the next larger one. The missing tokens are padding, which nobody r
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +20,7 @@ from swarmd.compute.cache.pieces import SessionTokens, join_rows, split_row
 from swarmd.compute.cache.positions import count_written, make_room
 from swarmd.compute.cache.span_cache import SpanCache
 from swarmd.compute.cuda.attention import Attention
+from swarmd.compute.cuda.availability import waiting_forbidden
 from swarmd.compute.passes.ragged import RaggedAttention
 from swarmd.compute.passes.traced import Pass
 
@@ -155,23 +154,10 @@ class GraphedPass:
         with torch.cuda.stream(side_stream):
             for _ in range(WARMING):
                 run_once()
-            with _waiting_forbidden():
+            with waiting_forbidden():
                 run_once()
         main_stream.wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(main_stream), torch.cuda.graph(graph, pool=self._pool):
             out = run_once()
         return _RecordedGraph(hidden, positions, table, out, graph.replay, attention)
-
-
-@contextmanager
-def _waiting_forbidden() -> Iterator[None]:
-    """Within, what waits for the card is refused: a recording that fails in its midst leaves the allocator in it."""
-    previous_mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(previous_mode)

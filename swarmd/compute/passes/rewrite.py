@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from swarmd.compute.cuda.experts import torch_waits
 from swarmd.compute.cuda.pointwise import OPERATORS
 from swarmd.compute.passes.simplify import NORM, ROTARY, call, is_pure, match, put
 
 _aten = torch.ops.aten
 GATE = (_aten.mul.Tensor, (_aten.silu.default, "gate"), "up")
+GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")  # by name: it may not be there
 PRODUCT = (_aten.mm.default, "rows", (_aten.t.default, "weight"))
 
 
@@ -25,7 +27,7 @@ def rewrite(module: fx.GraphModule) -> None:
     graph = module.graph
     if not is_pure(graph):
         return
-    for change in (_norm, _rotate, _gate):
+    for change in (_norm, _rotate, _gate, _grouped):
         for node in list(graph.nodes):
             change(node)
         graph.eliminate_dead_code()
@@ -90,6 +92,19 @@ def _gate(node: fx.Node) -> None:
         return
     if names["gate"].meta["val"].shape == names["up"].meta["val"].shape:
         put(node, call(node, OPERATORS.gate.default, names["gate"], names["up"]))
+
+
+def _grouped(node: fx.Node) -> None:
+    """Keep the host out of a product of rows with the experts that they chose, where torch asks it."""
+    if node.op != "call_function" or str(node.target) not in GROUPED:
+        return
+    arguments = (*node.args, *node.kwargs.values())  # rows, weights, ends of the groups; more are a bias and a type
+    given = [argument for argument in arguments if isinstance(argument, fx.Node)]
+    if len(given) != 3 or any(argument is not None and argument not in given for argument in arguments):
+        return
+    rows, weights = (argument.meta["val"] for argument in given[:2])
+    if rows.ndim == 2 and weights.ndim == 3 and torch_waits(rows.device, rows.dtype):
+        put(node, call(node, OPERATORS.grouped.default, *given))
 
 
 # Queries, keys and values are products of the same rows, and so are gate and up:

@@ -13,6 +13,7 @@ before it relies on a captured pass.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,9 @@ import torch
 from torch import fx
 
 from swarmd.compute.cuda.availability import trouble
-from swarmd.compute.passes.simplify import simplify
+from swarmd.compute.passes.simplify import is_pure, simplify
+
+logger = logging.getLogger(__name__)
 
 Pass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -95,7 +98,10 @@ def trace(
 
 
 def written_down(run: Pass, first: torch.Tensor, positions: torch.Tensor) -> fx.GraphModule:
-    """Record ``run``, operator by operator. Raises RuntimeError or another exception of the tracer."""
+    """Record ``run``, operator by operator; without writes to tensors, where it can be had.
+
+    Raises RuntimeError or another exception of the tracer.
+    """
     from torch._guards import TracingContext, tracing  # late: these imports take long
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -105,6 +111,11 @@ def written_down(run: Pass, first: torch.Tensor, positions: torch.Tensor) -> fx.
     one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
     with torch.no_grad(), one_mode:
         module: fx.GraphModule = make_fx(run)(first, positions)
+        if not is_pure(module.graph):
+            try:
+                module = make_fx(torch.func.functionalize(run))(first, positions)
+            except Exception as failure:  # noqa: BLE001 - many ways to fail, and what was recorded is right as well
+                logger.info("a pass that writes to its tensors stays as it is: %s", str(failure)[:200])
     return module
 
 
