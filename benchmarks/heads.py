@@ -1,10 +1,12 @@
 """Whose head: SmolLM2 over two real servers that serve one, for clients with their own, in 8 bits, or the servers'.
 
 python -m benchmarks.heads --rounds 3
+python -m benchmarks.heads --alone
 
 Each client is a process of its own with one thread: 64 greedy tokens after 128 of a prompt, tokens/s between the first
 and the last; then what it has for itself of the machine's memory (anonymous, and with files that are mapped), and what
-the same process had before the model came.
+the same process had before the model came. ``--alone``: milliseconds of the client's own head for 1, 4 and 16 tokens,
+by one thread, as torch computes it and by what is fastest here, a card among it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import msgspec
 import psutil
@@ -25,12 +28,16 @@ import torch
 
 import swarmd
 from benchmarks.smollm2 import N_PROMPT, N_TOKENS, NEVER_SAID, Times
+from swarmd.compute.hardware.device import pick_card
+from swarmd.compute.linear.kernels import quicken_layer
+from swarmd.compute.model.client_part import load_client_part
 from swarmd.config import HEADS
 from tests.real.harness import local_swarm
 from tests.real.smollm2 import smollm2
 
 WARM_S = 5.0  # speeds are measured, routes settle
 N_TIMES = 3  # texts of one client
+N_HEADS = 15
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -65,12 +72,39 @@ def client(invite: str, head: str, dtype: str) -> Measured:
         return Measured(statistics.median(speeds), after[0] - before[0], after[1] - before[1], n_given)
 
 
+def alone() -> None:
+    torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        head = load_client_part(smollm2(), dtype).get_output_embeddings()
+        plain = head_ms(head, dtype)
+        decision = quicken_layer(head, pick_card())
+        print(f"{dtype}: by torch {plain}, by {decision.action} {head_ms(head, dtype)} ms", flush=True)
+
+
+@torch.no_grad()
+def head_ms(head: Any, dtype: torch.dtype) -> list[float]:
+    found = []
+    for n in (1, 4, 16):
+        hidden = torch.randn(n, head.in_features).to(dtype)
+        times = []
+        for _ in range(N_HEADS):
+            begun = time.perf_counter()
+            head(hidden)
+            times.append(time.perf_counter() - begun)
+        found.append(round(1e3 * statistics.median(times), 1))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--client", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.alone:
+        alone()
+        return
     if given.client:
         print(msgspec.json.encode(client(*given.client)).decode())
         return

@@ -134,8 +134,9 @@ class GatewayConfig:
 
     ``hosts`` are names that it is called by beside those of this machine, ``origins`` pages that may ask it (both
     comma-separated); ``running`` answers at a time, ``waiting`` requests that wait for a turn. A conversation's caches
-    are kept for ``kept_minutes`` where memory allows. ``head`` "int8" computes the models' heads in 8 bits. ``names``,
-    a table of its own, has a model of the swarm for each name that programs ask for; "*" stands for any other.
+    are kept for ``kept_minutes`` where memory allows. ``head`` "int8" computes the models' heads in 8 bits. ``device``
+    may compute them: "" is a card where there is one and it is faster, "cpu" never one, "cuda:1" that one. ``names``, a
+    table of its own, has a model of the swarm for each name that programs ask for; "*" stands for any other.
     """
 
     on: bool = False
@@ -146,6 +147,7 @@ class GatewayConfig:
     waiting: int = 64
     kept_minutes: float = 60.0
     head: str = "own"
+    device: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -267,6 +269,7 @@ class Config:
         if not 0 <= self.gateway.kept_minutes < float("inf"):
             raise ConfigError(f"gateway.kept_minutes cannot be negative or infinite, got {self.gateway.kept_minutes}")
         _check_choice("gateway.head", self.gateway.head, HEADS)
+        _check_device("gateway.device", self.gateway.device)
         _check_policy(self.policy)
         if self.tuning_share > 1:
             raise ConfigError(f"tuning_share is a part of 1, got {self.tuning_share}")
@@ -424,6 +427,11 @@ def _check_policy(policy: PolicyConfig) -> None:
     Hours.parse(policy.hours)
 
 
+def _check_device(name: str, device: str, others: str = "") -> None:
+    if not re.fullmatch(r"[a-z]*(:\d+)?", device):
+        raise ConfigError(f"{name} is for example cpu or cuda:1{others}, not {device!r}")
+
+
 def _check_serve(serve: Serve) -> None:
     _check_choice("dtype", serve.dtype, DTYPES)
     _check_choice("quantize", serve.quantize, QUANTIZE)
@@ -432,8 +440,7 @@ def _check_serve(serve: Serve) -> None:
     for name in ("max_blocks", "threads", "cache_tokens"):
         if getattr(serve, name) < 0:
             raise ConfigError(f"serve.{name} cannot be negative, got {getattr(serve, name)}")
-    if not re.fullmatch(r"[a-z]*(:\d+)?", serve.device):
-        raise ConfigError(f"device is for example cpu or cuda:1, or vulkan for GGUF, not {serve.device!r}")
+    _check_device("device", serve.device, ", or vulkan for GGUF")
     _ = serve.span
     _ = serve.members
     _check_peers("team_peers", serve.team_peers)

@@ -35,6 +35,7 @@ PEER = "12D3KooWDcjXRCVv1RS5euPvwYo7cJdrUyaY9JduQw58jGgVm3Ei"
         ("threads = -1", "threads cannot be negative"),
         ('dtype = "float8"', "dtype is one of"),
         ('[gateway]\nhead = "int4"', "gateway.head is one of own, int8"),
+        ('[gateway]\ndevice = "cuda:x"', "gateway.device is for example cpu or cuda:1"),
         ('team = "1:0"', "what each is worth, not '1:0'"),
         ('team = "one:two"', "team is auto, whole, or for example 1:1 or 1:2:6"),
         ('team_peers = "me"', "team_peers lists peer ids"),

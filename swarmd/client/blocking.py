@@ -34,6 +34,7 @@ from swarmd.client.tuning.lane import Lane
 from swarmd.client.tuning.lane_pass import LaneAnswer, MicroBatch
 from swarmd.client.tuning.pipeline import Pipeline, PipelineStatistics
 from swarmd.client.tuning.ticket import ForwardTicket
+from swarmd.compute.hardware.device import pick_card
 from swarmd.compute.model.skeleton import text_config
 from swarmd.config import DTYPES, FORMATS, HEADS
 from swarmd.errors import ConfigError, SwarmError, Unreachable, first_error
@@ -279,7 +280,7 @@ class TrioThread:
     """A trio loop in a daemon thread, with one nursery to start things in."""
 
     def __init__(self) -> None:
-        self._prepare_model: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._token: trio.lowlevel.TrioToken
         self._nursery: trio.Nursery
         self._stop: trio.Event
@@ -289,7 +290,7 @@ class TrioThread:
         """Enter an async context manager in the thread; returns what it yields, or raises what it raised."""
         self._thread = threading.Thread(target=self._main, args=(make,), name="swarmd", daemon=True)
         self._thread.start()
-        failure = self._prepare_model.get()
+        failure = self._started.get()
         if failure is not None:
             self._thread.join()
             raise failure
@@ -300,14 +301,14 @@ class TrioThread:
             async with make() as self.value, trio.open_nursery() as self._nursery:
                 self._token = trio.lowlevel.current_trio_token()
                 self._stop = trio.Event()
-                self._prepare_model.put(None)
+                self._started.put(None)
                 await self._stop.wait()
                 self._nursery.cancel_scope.cancel()
 
         try:
             trio.run(main)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
-            self._prepare_model.put(first_error(error))
+            self._started.put(first_error(error))
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         """Have a function called in the thread, and do not wait."""
@@ -366,6 +367,7 @@ class Swarm:
         draft: str = drafts.AUTO,
         lookup: bool = True,
         head: str = "own",
+        device: str = "",
         only: Sequence[str] = (),
         verify: float = 0.0,
         wait_s: float = 10.0,
@@ -381,10 +383,11 @@ class Swarm:
         in the exact grade), with ``draft`` those of one that the catalog names, or of a small model with the same
         tokenizer; both run here. auto: of one that learned here, or of the catalog. What is generated is the same, but
         for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
-        ``head``: own; int8, which reads half of the bytes and is off by half a percent; swarm: that of last servers,
-        where they have one and the 256 largest logits are enough. ``only`` these peers (ids, or how they end) read the
-        text. At least a share ``verify`` of what servers compute is checked; with 1.0 all of it: WrongAnswer at the
-        first lie. Raises ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
+        ``head``: own, by what is fastest here, which may be a card (``device`` "cpu" asks none, "cuda:1" that one);
+        int8, which reads half of the bytes and is off by half a percent; swarm: that of last servers, where they have
+        one and the 256 largest logits are enough. ``only`` these peers (ids, or how they end) read the text. At least a
+        share ``verify`` of what servers compute is checked; with 1.0 all of it: WrongAnswer at the first lie. Raises
+        ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
         """
         _require_choices(
             quantize=(quantize, ("auto", "any", *FORMATS)),
@@ -396,6 +399,7 @@ class Swarm:
         lora = self._swarm.adapter(adapter, model)
         readers = frozenset(map(self.view().peer_ending, only))
         head_source = head_called(head, self._swarm.weights_folder, verify)
+        card = pick_card(device)
 
         def terms(batch: int, max_tokens: int, tuned: TunedParameters | None = None) -> SessionOptions:
             return SessionOptions(
@@ -422,9 +426,8 @@ class Swarm:
 
         torch_dtype = getattr(torch, dtype)
         lanes = BlockingLanes(self._thread, self._swarm.pipeline(terms(1, 1)))
-        remote = remote_model(
-            folder, open_session, lanes, torch_dtype, ModelSpeculation(lookup and not exact), head_source, exact
-        )
+        tries = ModelSpeculation(lookup and not exact)
+        remote = remote_model(folder, open_session, lanes, torch_dtype, tries, head_source, exact, card)
         if draft and not (exact and draft == drafts.AUTO):
             self._add_draft(remote, draft, (model, folder), exact, torch_dtype)
         return remote

@@ -19,6 +19,7 @@ from swarmd.client.model.traced_pass import trace_ends
 from swarmd.client.swarm import AsyncSwarm
 from swarmd.client.text.prompts import Prompts, has_template
 from swarmd.client.text.tokenizer_trial import try_out
+from swarmd.compute.hardware.device import pick_card
 from swarmd.compute.model.ends import Ends
 from swarmd.config import GatewayConfig
 from swarmd.errors import ConfigError, NoRoute, SwarmError
@@ -69,6 +70,7 @@ class ServedModels:
         self._turns = turns
         self._nursery = nursery
         self._head = settings.head
+        self._device = settings.device
         self._engines: dict[tuple[ModelId, str], GenerationEngine] = {}
         self._loading: dict[ModelId, trio.Lock] = {}
         self._chats: dict[ModelId, bool] = {}
@@ -158,7 +160,8 @@ class ServedModels:
         def load() -> tuple[Ends, Tokenizer]:
             try_out(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            ends = Ends(folder, getattr(torch, dtype), head_folder, is_quick=head_source is None)
+            card = pick_card(self._device) if head_source is None else None
+            ends = Ends(folder, getattr(torch, dtype), head_folder, is_quick=head_source is None, card=card)
             ends.use_line(trace_ends(ends))
             return ends, tokenizer
 

@@ -79,6 +79,7 @@ def remote_model(
     speculation: ModelSpeculation | None = None,
     head: HeadBy = None,
     is_exact: bool = False,
+    card: torch.device | None = None,
 ) -> Any:
     """Load the client's part of a checkpoint and connect its layer 0 to the swarm.
 
@@ -87,14 +88,15 @@ def remote_model(
     ``speculation``, whose sources propose draft tokens (None: nobody does), and ``last_speculation``, which ones were
     tried in the last ``generate``; and ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning
     (0 chooses). Threads that generate at once share a head, which rounds their logits as those of a batch, unless
-    ``is_exact``. Raises ConfigError for a head in 8 bits that cannot be.
+    ``is_exact``: then the head is torch's own, too. A ``card`` computes it where that is faster. Raises ConfigError for
+    a head in 8 bits that cannot be.
     """
     model: Any = load_client_part(folder, dtype)
     layers: list[Any] = list(skeleton.decoder_layers(model).children())
     remote = skeleton.remote_layer_of(model)
     model.generation_config.update(**skeleton.read_generation(folder))
     client_parameters.expose(model, layers)
-    _choose_head(model, head, folder)
+    _choose_head(model, head, folder, is_exact, card)
     limit = skeleton.longest_context(model.config)
     model.max_session_tokens = limit
     model.micro_batch_rows = 0
@@ -140,16 +142,19 @@ def remote_model(
     return model
 
 
-def _choose_head(model: Any, head: HeadBy, folder: Path) -> None:
-    """Have the head computed by what is fastest here, in 8 bits, or hardly ever. Raises ConfigError."""
+def _choose_head(model: Any, head: HeadBy, folder: Path, is_exact: bool, card: torch.device | None) -> None:
+    """Have the head computed by what is fastest here, in 8 bits, or hardly ever. Raises ConfigError.
+
+    What is fastest depends on what was measured: nothing does in the exact grade.
+    """
     if isinstance(head, Path):
         put_int8_head(model, head)
     elif head is not None:
         map_vocabulary(model, folder)
-    else:
+    elif not is_exact:
         own_head = model.get_output_embeddings()
         if type(own_head) is nn.Linear:
-            quicken_layer(own_head)
+            logger.info("%s: the head by %s", folder.name, quicken_layer(own_head, card))
 
 
 def _wrap_forward(

@@ -22,6 +22,12 @@ def pick_device(requested: str = "") -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def pick_card(requested: str = "") -> torch.device | None:
+    """Return the device that ``pick_device`` does; None where that is the CPU. Raises ConfigError."""
+    device = torch.device(pick_device(requested))
+    return None if device.type == "cpu" else device
+
+
 def device_description(device: str) -> tuple[str, int | None]:
     """Name a device for people, and its memory in bytes where it has its own."""
     if device.startswith("cuda"):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from swarmd.compute.hardware.device import free_memory_bytes
+from swarmd.compute.linear.card import CardLinear
 from swarmd.compute.linear.compiled_layers import CompiledLinear
 from swarmd.compute.linear.formats import has_bfloat16, is_exact_in_float16
 from swarmd.compute.linear.layers import (
@@ -35,7 +36,7 @@ ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several d
 PROMPT_ROWS = (32, 64)  # where something else computes few: those of a prompt's pass beside others
 CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
 TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
-PART_BYTES = 8 * 2**20  # of one layer: the rest of a large one takes long, and tells nothing new
+PART_BYTES = 8 * 2**20  # of one of several layers: the rest of a large one takes long, and tells nothing new
 ROWS_TOGETHER = 64  # rows that torch packs beside each other in 4 bits
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
 LOOKED_AT = 256  # numbers of a weight that may have been changed unseen
@@ -74,7 +75,7 @@ def _compile(layer: Any, folder: Path | None) -> FrozenLinear:
     return CompiledLinear(layer, folder)
 
 
-def _can_pack(layer: nn.Linear) -> bool:
+def _takes_all(layer: nn.Linear) -> bool:
     return True
 
 
@@ -95,7 +96,7 @@ def _can_halve_bfloat16(layer: nn.Linear) -> bool:
 #
 #   name       weights     layer                              for                                          tolerance
 KERNELS = (
-    Kernel("onednn", "float32", _pack(ONEDNN), _can_pack, 1e-4),
+    Kernel("onednn", "float32", _pack(ONEDNN), _takes_all, 1e-4),
     Kernel("half", "float32", _pack(HALF), _can_halve, 1e-4),
     Kernel("tiles", "float32", _compile, CompiledLinear.can_take_numbers, 1e-4, is_compiled=True),
     Kernel("onednn", "bfloat16", _pack(ONEDNN), _can_pack_bfloat16, 0.03),
@@ -104,7 +105,25 @@ KERNELS = (
     Kernel("levels", "int8", _compile, CompiledLinear.can_take, 0.05, is_compiled=True),
     Kernel("levels", "int4", _compile, CompiledLinear.can_take, 0.05, is_compiled=True),
 )
-KNOWN_WEIGHTS = {(kernel.weights, kernel.device) for kernel in KERNELS}
+
+
+def kernels_beside(layer: nn.Linear, card: torch.device | None) -> tuple[Kernel, ...]:
+    """What may compute a layer whose weight stays where it is, too: what there is room for, and a card if there is one.
+
+    A card is for what is as large as a head: hidden states go there and logits come back.
+    """
+    needed_bytes = ROOM * 4 * layer.weight.numel()
+    has_room = layer.weight.device.type != "cpu" or free_memory_bytes("cpu") >= needed_bytes
+    of_card = _kernels_of_card(card) if card is not None and CardLinear.has_room(layer, card) else ()
+    return (*(KERNELS if has_room else ()), *of_card)
+
+
+def _kernels_of_card(card: torch.device) -> tuple[Kernel, ...]:
+    def make(layer: nn.Linear, folder: Path | None) -> FrozenLinear:
+        return CardLinear(layer, card)
+
+    tolerances = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.005}
+    return tuple(Kernel("card", weights, make, _takes_all, bound) for weights, bound in tolerances.items())
 
 
 def choose_kernel(
@@ -113,16 +132,17 @@ def choose_kernel(
     compile_folder: Path | None = None,
     known: str | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
+    kernels: Sequence[Kernel] = KERNELS,
 ) -> Decision[str]:
     """Replace the model's linear layers by the fastest kernel that is right here; says which and why.
 
     ``rows``: of the passes that count; others are computed by other means. ``compile_folder``: where compiled code is
     kept (``build.compiling``); without it none is offered. ``known``: the kernel that was the fastest before; it is
-    verified only.
+    verified only. ``kernels``: those that may be taken.
     """
     is_wanted = _is_int4 if find_layers(model, _is_int4) else _is_replaceable  # beside 4 bits, others are few
     found_layers = list(find_layers(model, is_wanted).values())
-    decision, kernel = _decide(found_layers, rows, compile_folder, known)
+    decision, kernel = _decide(found_layers, rows, compile_folder, known, kernels)
     if kernel is not None:
 
         def make(layer: Any) -> nn.Module:
@@ -140,21 +160,23 @@ def _is_replaceable(module: nn.Module) -> bool:
     return is_torchs_linear(module) or isinstance(module, QuantisedLinear)
 
 
-def quicken_layer(layer: nn.Linear) -> Decision[str]:
+def quicken_layer(layer: nn.Linear, card: torch.device | None = None) -> Decision[str]:
     """Do the same for one layer that stays torch's own, which its user may train: ``QuickLinear``."""
-    is_on_cpu = layer.weight.device.type == "cpu"
-    needed_bytes = ROOM * 4 * layer.weight.numel()
-    if is_on_cpu and free_memory_bytes("cpu") < needed_bytes:
+    kernels = kernels_beside(layer, card)
+    if not kernels:
         return Decision("plain", "not enough memory for another copy of its weight")
     row_bytes = layer.in_features * layer.weight.element_size()
     n_rows = -(-2 * TIMED_BYTES // row_bytes)
     part = nn.Linear(layer.in_features, 1, bias=False, device="meta")
     part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
     part.out_features = len(part.weight)
-    decision, kernel = _decide([part], ROWS)
-    if kernel is not None and kernel.can_take(layer):
-        layer.__class__ = QuickLinear
-        layer.__dict__["quick"] = _FastestKernel(kernel.make(layer, None), layer.weight)
+    decision, kernel = _decide([part], ROWS, kernels=kernels)
+    if kernel is None:
+        return decision
+    if not kernel.can_take(layer):
+        return Decision("plain", f"{kernel.name} takes only its first rows")
+    layer.__class__ = QuickLinear
+    layer.__dict__["quick"] = _FastestKernel(kernel.make(layer, None), layer.weight)
     return decision
 
 
@@ -211,11 +233,12 @@ def _decide(
     rows: Sequence[int],
     compile_folder: Path | None = None,
     known: str | None = None,
+    kernels: Sequence[Kernel] = KERNELS,
 ) -> tuple[Decision[str], Kernel | None]:
     kinds = {(_weights_name(layer), stored_weight(layer).device.type) for layer in found_layers}
     if len(kinds) > 1:
         return Decision("plain", "layers of several types"), None
-    if not kinds <= KNOWN_WEIGHTS or not kinds:
+    if not kinds <= {(kernel.weights, kernel.device) for kernel in kernels} or not kinds:
         return Decision("plain", "not float32, bfloat16, int8 or int4 on a CPU"), None
     sample = _sample(found_layers)
     parts = [part for _, part in sample]
@@ -223,7 +246,7 @@ def _decide(
         return Decision("plain", "so small that caches hold it"), None
     offered = {
         kernel.name: kernel
-        for kernel in KERNELS
+        for kernel in kernels
         if (kernel.weights, kernel.device) in kinds and (compile_folder is not None or not kernel.is_compiled)
     }
     if known is not None:
@@ -268,22 +291,23 @@ def _weights_name(layer: nn.Linear | QuantisedLinear) -> str:
 def _sample(found_layers: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Choose a layer of each shape, then others, so many that no cache holds their first rows."""
     first_of_shape = {(layer.out_features, layer.in_features): layer for layer in reversed(found_layers)}
-    sample = [(layer, _first_rows(layer)) for layer in first_of_shape.values()]
+    part_bytes = max(PART_BYTES, -(-TIMED_BYTES // len(found_layers)))  # a lone head has to make up for all
+    sample = [(layer, _first_rows(layer, part_bytes)) for layer in first_of_shape.values()]
     n_bytes = sum(stored_weight(part).nbytes for _, part in sample)
     for layer in found_layers:
         if n_bytes >= TIMED_BYTES:
             break
         if not any(layer is first for first in first_of_shape.values()):
-            part = _first_rows(layer)
+            part = _first_rows(layer, part_bytes)
             sample.append((layer, part))
             n_bytes += stored_weight(part).nbytes
     return sample
 
 
-def _first_rows(layer: Any) -> Any:
+def _first_rows(layer: Any, n_bytes: int) -> Any:
     """Return the layer, or one of so many of its rows that it is quick to try."""
-    n_rows = PART_BYTES * layer.out_features // max(1, stored_weight(layer).nbytes)
-    n_rows = n_rows // ROWS_TOGETHER * ROWS_TOGETHER
+    n_rows = -(-n_bytes * layer.out_features // max(1, stored_weight(layer).nbytes))
+    n_rows = -(-n_rows // ROWS_TOGETHER) * ROWS_TOGETHER
     if not 0 < n_rows < layer.out_features:
         return layer
     part = copy.copy(layer)

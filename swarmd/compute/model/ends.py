@@ -6,6 +6,7 @@ breaks off; on the way out it puts in what the swarm has answered. So rows of ma
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +17,13 @@ from torch import nn
 from transformers import DynamicCache
 
 from swarmd.compute.linear.compiled_layers import Int8Head
-from swarmd.compute.linear.kernels import choose_kernel
+from swarmd.compute.linear.kernels import KERNELS, choose_kernel, kernels_beside
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.client_part import load_client_part
 from swarmd.compute.model.mapped_vocabulary import map_vocabulary
 from swarmd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MAX_EMBEDDED = 512  # tokens in one pass: families make a mask of this, squared
 MOST_ROWS = 64  # tokens in one pass through the head: its logits are some 60 MB with a vocabulary of 256,000
@@ -57,6 +60,7 @@ class Ends:
 
     With a folder for what is compiled as ``int8_head`` the head is computed in 8 bits. Raises ConfigError when it
     cannot be. ``is_quick``: by what is fastest here, which may take another copy of its weight; else it stays on disk.
+    On a CPU that may be a ``card`` beside.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Ends:
         int8_head: Path | None = None,
         device: str = "cpu",
         is_quick: bool = True,
+        card: torch.device | None = None,
     ) -> None:
         self.model: Any = load_client_part(folder, dtype, device)
         if int8_head is not None:
@@ -73,7 +78,9 @@ class Ends:
         if int8_head is not None or not is_quick:
             map_vocabulary(self.model, folder)
         elif device == "cpu":
-            choose_kernel(self.model)
+            head = self.model.get_output_embeddings()
+            kernels = kernels_beside(head, card) if type(head) is nn.Linear else KERNELS
+            logger.info("%s: the head by %s", folder.name, choose_kernel(self.model, kernels=kernels))
         layers: Any = skeleton.decoder_layers(self.model)
         self._layers = list(layers.children())
         self.remote = skeleton.remote_layer_of(self.model)

@@ -137,6 +137,13 @@ def test_small_layers_stay_what_they_are() -> None:
     assert choose_kernel(nn.Sequential(linear(64, 64), linear(64, 64).bfloat16())).action == "plain"
 
 
+@pytest.mark.parametrize("n_out", [6_144, 50_000])
+def test_a_lone_head_is_large_enough_to_be_timed(n_out: int) -> None:
+    head = sixteen_bits(1_024, n_out, bias=False)
+    assert "time by rows" in quicken_layer(head).reason
+    assert "time by rows" in choose_kernel(nn.Sequential(sixteen_bits(1_024, n_out, bias=False))).reason
+
+
 @pytest.mark.usefixtures("other_is_faster")
 class TestChosen:
     def test_all_layers_are_replaced(self) -> None:
