@@ -36,7 +36,7 @@ N_TOKENS = 24  # of one measurement: a second or two
 READING = """
 import sys, time, torch
 from pathlib import Path
-from swarmd.compute import skeleton
+from swarmd.compute.model import skeleton
 from swarmd.values import Span
 from swarmd.wire.tensors import DTYPES
 torch.set_num_threads(1)

@@ -79,7 +79,7 @@ def test_weights_in_few_bits_meet_rows_as_the_numbers_they_stand_for(
     rows = torch.randn(n_rows, n_in, generator=rng).to(dtype).to(DEVICE)
     eight, four = (QuantisedLinear(linear, kind).to(DEVICE) for kind in (INT8, INT4_HALVES))
     levels, scales, zeros = quantise_to_4_bits(linear.weight.detach())
-    numbers = (levels.view(n_out, -1, 32) - 8) * scales.float()[..., None] + zeros.float()[..., None]
+    numbers = (levels.float().view(n_out, -1, 32) - 8) * scales.float()[..., None] + zeros.float()[..., None]
     for got, weight in (
         (products.int8(rows, eight.quantised, eight.scales), eight.quantised.float() * eight.scales.float()[:, None]),
         (products.int4(rows, four.quantised, four.scales), numbers.view(n_out, n_in).to(DEVICE)),

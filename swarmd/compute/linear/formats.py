@@ -16,7 +16,7 @@ from swarmd.compute.compiled import layout
 from swarmd.compute.compiled.layout import GROUP, LEVEL_OF_ZERO, LEVELS
 from swarmd.compute.hardware import packing
 from swarmd.compute.hardware.packing import packed_rows
-from swarmd.compute.linear.four_bits import quantise_to_4_bits
+from swarmd.compute.linear.four_bits import cut_rows, quantise_to_4_bits
 
 FEW_ROWS = 24  # that int8's own kernel computes; for more, making plain numbers first is faster
 FEW_ROWS_OF_4_BITS = 56  # which are more work to make numbers of
@@ -96,12 +96,19 @@ def _fits_any(linear: nn.Linear) -> bool:
 
 
 def _quantise_to_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    quantised = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    pairs = zip(cut_rows(weight), cut_rows(quantised), strict=True)
+    return quantised, torch.cat([_quantise_rows(rows, place) for rows, place in pairs])
+
+
+def _quantise_rows(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Quantise some rows to where they belong; returns their scales."""
     tiniest = torch.finfo(torch.float32).tiny
-    largest = weight.float().abs().amax(1)
-    scales = (largest / LEVELS).clamp(min=tiniest).bfloat16()
-    scaled = weight.float() / scales.float()[:, None]
-    rounded = scaled.round().clamp(-LEVELS, LEVELS)
-    return rounded.to(torch.int8), scales
+    numbers = rows.to(torch.float32, copy=True)
+    low, high = numbers.aminmax(dim=1)
+    scales = (torch.maximum(high, -low) / LEVELS).clamp(min=tiniest).bfloat16()
+    place.copy_(numbers.div_(scales.float()[:, None]).round_().clamp_(-LEVELS, LEVELS))
+    return scales
 
 
 def _unpack_8_bits(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -141,7 +148,8 @@ def _fits_torchs_kernel(linear: nn.Linear) -> bool:
 def _pack_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to what torch's kernel for CPUs reads: packed values, and scales and zeros [groups, out, 2]."""
     values, scales, zeros = quantise_to_4_bits(weight)
-    packed = torch._convert_weight_to_int4pack_for_cpu(values.to(torch.int32), 1)
+    pack = torch._convert_weight_to_int4pack_for_cpu
+    packed = torch.cat([pack(rows.to(torch.int32), 1) for rows in cut_rows(values)])
     by_rows = torch.stack([scales, zeros], -1)
     return packed, by_rows.transpose(0, 1).contiguous()
 
@@ -199,7 +207,7 @@ def _fits_two_halves(linear: nn.Linear) -> bool:
 def _pack_halves(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to bytes of a value of either half of a row, and scales and zeros [out, groups, 2]."""
     values, scales, zeros = quantise_to_4_bits(weight)
-    low, high = values.to(torch.uint8).chunk(2, 1)
+    low, high = values.chunk(2, 1)
     return low | high << 4, torch.stack([scales, zeros], -1)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from swarmd.compute.hardware.device import free_memory_bytes
+from swarmd.compute.linear.four_bits import cut_rows
 from swarmd.compute.linear.layers import ROOM, FrozenLinear, QuantisedLinear
 
 PACKED_FOR = 16  # rows: other numbers are computed as well
@@ -137,7 +138,8 @@ class DynamicInt8Linear(FrozenLinear):
             weight = torch._make_per_channel_quantized_tensor(layer.stored, scales, no_zeros, 0)
         self._packed = torch.ops.quantized.linear_prepack(weight, None)
         self.stored_scales = layer.stored_scales
-        self._sums = layer.stored.sum(1) * self.stored_scales  # of each row of the weight
+        sums = [rows.float().sum(1) for rows in cut_rows(layer.stored)]  # of whole numbers: nothing is rounded
+        self._sums = torch.cat(sums) * self.stored_scales  # of each row of the weight
 
     @staticmethod
     def can_take(layer: QuantisedLinear) -> bool:

@@ -35,7 +35,7 @@ def of_q4_k(seed: int = 0) -> np.ndarray:
 
 def numbers(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     scales, zeros = (of.float().repeat_interleave(GROUP, 1) for of in (scales, zeros))
-    return (levels - LEVEL_OF_ZERO) * scales + zeros
+    return (levels.float() - LEVEL_OF_ZERO) * scales + zeros
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])

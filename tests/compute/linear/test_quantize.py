@@ -9,6 +9,8 @@ import torch
 
 from swarmd.compute.cache.pieces import SessionTokens
 from swarmd.compute.hardware.device import OwnerReserve, free_memory_bytes
+from swarmd.compute.linear import four_bits
+from swarmd.compute.linear.formats import INT4, INT4_HALVES, INT8, QuantisedFormat
 from swarmd.compute.linear.quantize import relative_error
 from swarmd.compute.model import skeleton
 from swarmd.compute.passes.quantisation_error import quantization_error
@@ -46,6 +48,22 @@ def test_quantised_blocks_are_small_and_their_error_is_measured(
     pieces = [SessionTokens(h, positions, span.new_cache(), 0) for h in hidden]
     for got, expected in zip(span.run(pieces), alone, strict=True):
         assert relative_error(got, expected) < error
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4, INT4_HALVES])
+@pytest.mark.parametrize("was_quantised", [False, True])
+def test_a_weight_is_quantised_in_parts_as_at_once(
+    kind: QuantisedFormat, was_quantised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(208, 256, generator=torch.Generator().manual_seed(2))
+    if was_quantised:
+        groups = weight.view(208, -1, 32)
+        steps = groups.abs().amax(-1, keepdim=True) / 7
+        weight = ((groups / steps).round() * steps).view(208, 256)
+    at_once = kind.quantise(weight)
+    monkeypatch.setattr(four_bits, "PART_BYTES", 1)
+    assert len(four_bits.cut_rows(weight)) == 4
+    assert all(map(torch.equal, kind.quantise(weight), at_once))
 
 
 def test_what_its_owner_keeps_is_not_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
