@@ -62,7 +62,8 @@ WEIGHTS = (*QUANTIZE, "gguf")  # of records: a GGUF model is served at the bits 
 FORMATS = tuple(format_of(weights, kv_cache) for kv_cache in KV_CACHE for weights in WEIGHTS)
 TRAINING = ("asked", "off")
 LOG_FORMATS = ("auto", "text", "json")
-HEADS = ("own", "int8", "swarm")  # of clients: what computes logits
+GATEWAY_HEADS = ("own", "int8", "swarm")  # what computes logits
+HEADS = ("auto", *GATEWAY_HEADS)  # of programs
 SUPERVISED = "SWARMD_SUPERVISED"  # in a gateway's environment: its standard input is its daemon's pipe
 LONGEST_PAUSE_S = 366 * 86_400  # a machine that is to rest for longer can leave the swarm
 LEAST_SHARE = 0.05  # of the time that a server computes: below, sessions take it for dead
@@ -268,7 +269,7 @@ class Config:
             raise ConfigError("gateway.running is at least 1, and gateway.waiting not negative")
         if not 0 <= self.gateway.kept_minutes < float("inf"):
             raise ConfigError(f"gateway.kept_minutes cannot be negative or infinite, got {self.gateway.kept_minutes}")
-        _check_choice("gateway.head", self.gateway.head, HEADS)
+        _check_choice("gateway.head", self.gateway.head, GATEWAY_HEADS)
         _check_device("gateway.device", self.gateway.device)
         _check_policy(self.policy)
         if self.tuning_share > 1:

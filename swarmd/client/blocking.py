@@ -366,7 +366,7 @@ class Swarm:
         quantize: str = "auto",
         draft: str = drafts.AUTO,
         lookup: bool = True,
-        head: str = "own",
+        head: str = "auto",
         device: str = "",
         only: Sequence[str] = (),
         verify: float = 0.0,
@@ -385,9 +385,10 @@ class Swarm:
         for ties that rounding (float32 1e-6, bfloat16 a percent) decides.
         ``head``: own, by what is fastest here, which may be a card (``device`` "cpu" asks none, "cuda:1" that one);
         int8, which reads half of the bytes and is off by half a percent; swarm: that of last servers, where they have
-        one and the 256 largest logits are enough. ``only`` these peers (ids, or how they end) read the text. At least a
-        share ``verify`` of what servers compute is checked; with 1.0 all of it: WrongAnswer at the first lie. Raises
-        ConfigError for an unknown name, NoRoute when blocks are missing for longer than ``wait_s``.
+        one and the 256 largest logits are enough; auto: own, or theirs where that is quicker. ``only`` these peers
+        (ids, or how they end) read the text. At least a share ``verify`` of what servers compute is checked; with 1.0
+        all of it: WrongAnswer at the first lie. Raises ConfigError for an unknown name, NoRoute when blocks are missing
+        for longer than ``wait_s``.
         """
         _require_choices(
             quantize=(quantize, ("auto", "any", *FORMATS)),
@@ -398,6 +399,7 @@ class Swarm:
         dtype = self._thread.call(self._swarm.wait_for, model, n_blocks, wait_s, dtype)
         lora = self._swarm.adapter(adapter, model)
         readers = frozenset(map(self.view().peer_ending, only))
+        head = "own" if exact and head == "auto" else head  # which depends on what is measured
         head_source = head_called(head, self._swarm.weights_folder, verify)
         card = pick_card(device)
 
@@ -416,7 +418,7 @@ class Swarm:
                 tuned=tuned,
                 only=readers,
                 verify=verify,
-                head=isinstance(head_source, HeadChecks),
+                head=isinstance(head_source, HeadChecks) and head_source.is_needed,
             )
 
         def open_session(batch: int, max_tokens: int, tuned: TunedParameters | None) -> BlockingSession:

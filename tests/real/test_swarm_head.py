@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import swarmd
+from swarmd.client.model import head_choice
 from swarmd.plan.chains.routing import Hop
 from swarmd.values import Span
 from tests.real.faults import inputs_for
@@ -63,8 +64,26 @@ def test_logits_come_from_those_who_announce_a_head_and_say_the_same(
                 model = client.model("demo", head="swarm", lookup=False, **chain(first, last))
                 assert ask(model, how) == expected
                 assert model.last_session.statistics.n_logits == n_given
-        with pytest.raises(swarmd.ConfigError, match="head is one of own, int8, swarm, not 'mine'"):
+        with pytest.raises(swarmd.ConfigError, match="head is one of auto, own, int8, swarm, not 'mine'"):
             client.model("demo", head="mine")
+
+
+def test_programs_take_them_where_that_is_quicker(
+    stage: tuple[LocalSwarm, list[Volunteer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm, (first, with_head, without) = stage
+    with swarmd.connect(swarm.invite()) as client:
+        expected = ask(client.model("demo", head="own"), GREEDY)
+        small = client.model("demo", lookup=False, **chain(first, with_head))
+        assert ask(small, GREEDY) == expected
+        assert small.last_head.action == "own", "its head takes less than anybody is asked for"
+        monkeypatch.setattr(head_choice, "SHORT_S", 0.0)
+        monkeypatch.setattr(head_choice, "WORTH", 1e6)
+        for last, action in ((with_head, "swarm"), (without, "own")):
+            model = client.model("demo", lookup=False, **chain(first, last))
+            assert ask(model, GREEDY) == expected
+            assert model.last_head.action == action
+            assert (model.last_session.statistics.n_logits > 0) == (action == "swarm")
 
 
 def test_a_gateway_takes_them_for_requests_that_they_decide(

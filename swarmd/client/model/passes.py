@@ -87,7 +87,7 @@ class LogitsSource:
 
     def _compute_end(self, traced: StepPass, sent: torch.Tensor, n: int) -> torch.Tensor:
         """Send tokens [1, t]; returns logits of the last ``n``, for which alone norm and head are computed."""
-        vocabulary = self.head.vocabulary if self.head is not None else 0
+        vocabulary = self.head.wanted_from(self.cache.session) if self.head is not None else 0
         positions, through_swarm = self.cache.prepare_append(sent.shape[1], n, vocabulary)
         hidden = through_swarm(traced.enter(sent, positions))[:, -n:]
         ids, positions = sent[:, -n:], positions[:, -n:]
@@ -95,7 +95,8 @@ class LogitsSource:
             return traced.compute(ids, positions, lambda _: hidden)
         session = self.cache.session
         assert session is not None
-        return self.head.read(ids, positions, hidden, session.served_logits, session)
+        hops_s = session.hops_s if sent.shape[1] == 1 else ()
+        return self.head.read(ids, positions, hidden, session.served_logits, session, hops_s)
 
     def passes(self) -> Passes:
         """How windows travel, behind a prompt that was computed."""
@@ -167,7 +168,7 @@ class FlyingPasses:
         places = [torch.arange(len(tokens)) + window.n_before for tokens in (window.tokens, window.second)]
         positions = torch.cat(places).unsqueeze(0)
         hidden = self._traced.enter(ids, positions)
-        vocabulary = self._head.vocabulary if self._head is not None else 0
+        vocabulary = self._head.wanted_from(self._cache.session) if self._head is not None else 0
         alternatives = (Alternative(window.n_before, len(window.second)),) if window.second else ()
         if window.n_cropped:
             self._cache.crop(-window.n_cropped)
@@ -194,7 +195,7 @@ class FlyingPasses:
         hidden = answer.hidden[:, -ids.shape[1] :]
         session = self._cache.session
         if self._head is not None and session is not None:
-            logits = self._head.read(ids, positions, hidden, answer.logits, session)
+            logits = self._head.read(ids, positions, hidden, answer.logits, session, answer.hops_s)
         else:
             logits = self._traced.compute(ids, positions, lambda _: hidden)
         here_s = entering_s + time.perf_counter() - started_at

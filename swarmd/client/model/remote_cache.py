@@ -28,6 +28,9 @@ class Session(Protocol):
     def layer_arity(self) -> int: ...
 
     @property
+    def chain(self) -> tuple[str, ...]: ...
+
+    @property
     def hops_s(self) -> tuple[float, ...]: ...
 
     @property

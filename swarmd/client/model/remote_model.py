@@ -37,8 +37,11 @@ from swarmd.compute.model.ends import all_look_back, put_int8_head
 from swarmd.compute.model.mapped_vocabulary import map_vocabulary
 from swarmd.compute.runs.expert_balance import FLAG, is_balanced
 from swarmd.errors import CacheExhausted, ConfigError
+from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
+
+OWN_HEAD = Decision("own", "no server is asked")
 
 
 KEPT_ON_SERVERS = {"output_hidden_states": "hidden states between blocks", "output_attentions": "attention weights"}
@@ -85,6 +88,7 @@ def remote_model(
 
     Returns the family's own class (a PreTrainedModel) with more attributes: ``new_cache()``, for loops of one's own;
     ``last_session`` and ``lanes``, whose statistics tell what happened in the last ``generate`` and in fine-tuning;
+    ``last_head``, whose head it used, and why;
     ``speculation``, whose sources propose draft tokens (None: nobody does), and ``last_speculation``, which ones were
     tried in the last ``generate``; and ``micro_batch_rows``, how many rows of a batch travel together in fine-tuning
     (0 chooses). Threads that generate at once share a head, which rounds their logits as those of a batch, unless
@@ -149,12 +153,13 @@ def _choose_head(model: Any, head: HeadBy, folder: Path, is_exact: bool, card: t
     """
     if isinstance(head, Path):
         put_int8_head(model, head)
-    elif head is not None:
+    elif head is not None and head.is_needed:
         map_vocabulary(model, folder)
     elif not is_exact:
         own_head = model.get_output_embeddings()
         if type(own_head) is nn.Linear:
-            logger.info("%s: the head by %s", folder.name, quicken_layer(own_head, card))
+            found = quicken_layer(own_head, card)
+            logger.info("the head of %s: %s (%s)", folder.name, found.action, found.reason)
 
 
 def _wrap_forward(
@@ -303,7 +308,7 @@ def _wrap_generate(model: Any, layers: list[Any], call: _Call, head: HeadBy, is_
     own_head = model.get_output_embeddings()
     traced = trace_model(model, layers, cache_name, own_head if is_exact else SharedHead(own_head)) if is_line else None
     swarm_head = SwarmHead(model, traced, head) if traced is not None and isinstance(head, HeadChecks) else None
-    if isinstance(head, HeadChecks) and swarm_head is None:
+    if isinstance(head, HeadChecks) and head.is_needed and swarm_head is None:
         logger.warning("%s computes its head here: steps of its family are no straight line", type(model).__name__)
 
     def generate_remotely(*args: Any, **kwargs: Any) -> Any:
@@ -334,12 +339,13 @@ def _wrap_generate(model: Any, layers: list[Any], call: _Call, head: HeadBy, is_
             speculation.end()
             call.generating = None
             model.last_session = cache.session
+            model.last_head = OWN_HEAD if swarm_head is None else swarm_head.explain(cache.session)
             model.last_speculation = speculation
             for closing in (cache, *call.side_caches):
                 closing.close()
             call.side_caches = ()
 
-    model.last_session = model.last_speculation = None
+    model.last_session = model.last_speculation = model.last_head = None
     model.generate = generate_remotely
 
 

@@ -8,7 +8,8 @@ of those after that.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from transformers import (
 )
 
 from swarmd.client.links.link import ServedLogits
+from swarmd.client.model.head_choice import HeadChoice
 from swarmd.client.model.remote_cache import Session
 from swarmd.client.model.traced_pass import StepPass
 from swarmd.protocol.fields import MOST_LOGITS
+from swarmd.values import Decision
 from swarmd.wire.top import largest
 
 CHECKED_SHARE = 1 / 64  # of what a server gives after its first: a liar is found within a hundred tokens or so
@@ -72,9 +75,13 @@ def is_enough(processors: Iterable[Any], samples: bool) -> bool:
 # left out), and the sum over the vocabulary (so that the rest is not larger than it may be). Every server's first
 # answer is checked; after that it cannot know which are.
 class HeadChecks:
-    """Which answers of which servers are computed here again: a share, ``least`` at least. For one model."""
+    """Which answers of which servers are computed here again: a share, ``min_share`` at least. For one model.
 
-    def __init__(self, min_share: float = 0.0, rng: random.Random | None = None) -> None:
+    ``is_needed``: servers are asked wherever they have a head, else where that is quicker than the client's own.
+    """
+
+    def __init__(self, min_share: float = 0.0, rng: random.Random | None = None, is_needed: bool = True) -> None:
+        self.is_needed = is_needed
         self._share = max(min_share, CHECKED_SHARE)
         self._rng = rng or random.Random()
         self._right: set[str] = set()
@@ -116,26 +123,50 @@ HeadBy = Path | HeadChecks | None
 def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
     """Return what computes logits for one of config.HEADS.
 
-    With "swarm" at least the share ``verify`` of served logits is checked; with 1 all are computed here instead.
+    Of served logits at least the share ``verify`` is checked; with 1 all are computed here instead.
     """
-    swarm = HeadChecks(verify) if verify < 1 else None
-    return {"own": None, "int8": compiled_in, "swarm": swarm}[name]
+    if name in ("auto", "swarm") and verify < 1:
+        return HeadChecks(verify, is_needed=name == "swarm")
+    return compiled_in if name == "int8" else None
 
 
 class SwarmHead:
-    """One model's steps, with logits of the last hop where it gives them."""
+    """One model's steps, with logits of the last hop where it gives them.
+
+    Threads share it; that one of them is counted too often changes no text.
+    """
 
     def __init__(self, model: Any, traced: StepPass, checks: HeadChecks) -> None:
         self._traced = traced
         self._checks = checks
         self._weights = list(model.get_output_embeddings().parameters())
         self._known = self._fingerprint()
-        self.vocabulary = int(model.get_output_embeddings().out_features)
+        self._vocabulary = int(model.get_output_embeddings().out_features)
+        self._choices: dict[str, HeadChoice] = {}  # by last hops, as people read them
 
     @property
     def is_current(self) -> bool:
         """Is the head here what it was? Else it is another one than the servers'."""
         return self._fingerprint() == self._known
+
+    def wanted_from(self, session: Session | None) -> int:
+        """Return the vocabulary whose largest logits the session's last hop is asked for; 0 where it is not."""
+        if self._checks.is_needed:
+            return self._vocabulary
+        return self._vocabulary if session is not None and self.choice_for(session).asks else 0
+
+    def choice_for(self, session: Session) -> HeadChoice:
+        """Whose head is used where a session ends."""
+        return self._choices.setdefault(session.chain[-1], HeadChoice())
+
+    def explain(self, session: Session | None) -> Decision[str]:
+        """Say whose head is asked in a session, and why."""
+        if self._checks.is_needed:
+            return Decision("swarm", "as asked for")
+        if session is None:
+            return Decision("own", "no session")
+        choice = self.choice_for(session)
+        return Decision("swarm" if choice.asks else "own", choice.reason)
 
     def read(
         self,
@@ -144,18 +175,24 @@ class SwarmHead:
         hidden: torch.Tensor,
         served: ServedLogits | None,
         session: Session,
+        hops_s: Sequence[float],
     ) -> torch.Tensor:
         """Return the logits that came with hidden states [1, n, d], or those computed here, to check them or for want.
 
-        ``ids`` and ``positions`` [1, n] are of the same tokens.
+        ``ids`` and ``positions`` [1, n] are of the same tokens; ``hops_s`` is what each hop took for them.
         """
+        own_s = None
         if served is not None and not self._checks.draw_check(served):
-            return served.top.filled(self.vocabulary).unsqueeze(0)
-        logits = self._traced.compute(ids, positions, lambda _: hidden)
-        if served is not None:
-            error = self._checks.find_error(served, logits[0].float(), hidden.dtype)
-            if error:
+            logits = served.top.filled(self._vocabulary).unsqueeze(0)
+        else:
+            started_at = time.perf_counter()
+            logits = self._traced.compute(ids, positions, lambda _: hidden)
+            own_s = time.perf_counter() - started_at
+            error = self._checks.find_error(served, logits[0].float(), hidden.dtype) if served is not None else ""
+            if served is not None and error:
                 session.reject_logits(served, error)
+        if not self._checks.is_needed and hops_s and ids.shape[1] == 1:
+            self.choice_for(session).note(hops_s[-1], own_s, served is not None)
         return logits
 
     def _fingerprint(self) -> list[tuple[int, int]]:

@@ -80,7 +80,8 @@ class Ends:
         elif device == "cpu":
             head = self.model.get_output_embeddings()
             kernels = kernels_beside(head, card) if type(head) is nn.Linear else KERNELS
-            logger.info("%s: the head by %s", folder.name, choose_kernel(self.model, kernels=kernels))
+            found = choose_kernel(self.model, kernels=kernels)
+            logger.info("the head of %s: %s (%s)", folder.name, found.action, found.reason)
         layers: Any = skeleton.decoder_layers(self.model)
         self._layers = list(layers.children())
         self.remote = skeleton.remote_layer_of(self.model)

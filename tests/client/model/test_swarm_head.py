@@ -20,6 +20,8 @@ from transformers import (
 
 from swarmd.client.links.link import HopLink, ServedLogits
 from swarmd.client.links.ops import StepInput
+from swarmd.client.model import head_choice
+from swarmd.client.model.head_choice import AGAIN, HeadChoice
 from swarmd.client.model.remote_model import remote_model
 from swarmd.client.model.swarm_head import HeadChecks, is_enough
 from swarmd.compute.model.ends import Ends
@@ -27,7 +29,7 @@ from swarmd.compute.model.head import LogitsHead
 from swarmd.plan.chains.routing import Hop
 from swarmd.protocol.fields import MOST_LOGITS
 from swarmd.protocol.wire.tensors import CODECS
-from swarmd.values import PeerId, Span
+from swarmd.values import Decision, PeerId, Span
 from swarmd.wire import top
 from swarmd.wire.tensors import pack, unpack_untrusted
 from swarmd.wire.top import Top
@@ -70,6 +72,8 @@ class ChainWithHead:
 
     layer_arity = 0
     can_fly = False
+    chain = ("first [0,1)", "last [1,2)")
+    hops_s = (0.001, 0.001)
 
     def __init__(self, head: LogitsHead | None, lie: float = 0.0) -> None:
         self.head = head
@@ -120,6 +124,61 @@ def generate(model: Any, **settings: Any) -> list[int]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return checkpoints.make("llama", tmp_path, n_layers=2)
+
+
+class TestQuicker:
+    """A program that leaves the choice to what is measured."""
+
+    @pytest.fixture(autouse=True)
+    def any_time_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(head_choice, "SHORT_S", 0.0)
+
+    @pytest.mark.parametrize("is_quicker", [False, True])
+    def test_the_servers_head_is_used_where_it_takes_less_time(
+        self, is_quicker: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chain = ChainWithHead(LogitsHead(folder, torch.float32, torch.device("cpu"), 0))
+        chain.hops_s = (0.001, 0.001)
+        checks = HeadChecks(rng=random.Random(0), is_needed=False)
+        model = remote_model(folder, lambda *options: chain, None, head=checks)  # type: ignore[arg-type, return-value]
+        reference, _ = client(folder, ChainWithHead(None))
+        if not is_quicker:
+            monkeypatch.setattr(head_choice, "WORTH", 0.0)
+        assert generate(model) == generate(reference)
+        assert chain.n_tops == (24 - 1 - head_choice.FEW if is_quicker else head_choice.FEW)
+        assert model.last_head.action == ("swarm" if is_quicker else "own")
+        assert "the last server's 0.0" in model.last_head.reason
+        model.get_output_embeddings().weight.requires_grad_()  # it is not a vocabulary on the disk
+
+    def test_a_chain_without_one_is_asked_a_few_times(self, folder: Path) -> None:
+        chain = ChainWithHead(None)
+        checks = HeadChecks(is_needed=False)
+        model = remote_model(folder, lambda *options: chain, None, head=checks)  # type: ignore[arg-type, return-value]
+        generate(model, min_new_tokens=60, max_new_tokens=60)
+        assert model.last_head == Decision("own", "the last server has no head")
+
+
+def test_a_quick_head_asks_nobody_and_others_are_measured_anew_after_a_while() -> None:
+    choice = HeadChoice()
+    for _ in range(2 * head_choice.FEW):
+        choice.note(0.02, 0.001, is_given=False)
+    assert not choice.asks
+    assert choice.reason == "one's own takes 1.0 ms"
+
+    def hear(hop_without_s: float, hop_with_s: float, n: int) -> None:
+        for _ in range(n):
+            given = choice.asks
+            choice.note(hop_with_s if given else hop_without_s, None if given else 0.03, is_given=given)
+
+    choice = HeadChoice()
+    hear(0.010, 0.012, 2 * head_choice.FEW)
+    assert choice.asks
+    assert choice.reason == "one's own takes 30.0 ms, the last server's 2.0"
+    hear(0.010, 0.060, AGAIN)
+    assert not choice.asks, "it is looked at anew"
+    hear(0.010, 0.060, 2 * head_choice.FEW)
+    assert not choice.asks
+    assert choice.reason == "one's own takes 30.0 ms, the last server's 50.0"
 
 
 class TestGenerating:
