@@ -429,7 +429,7 @@ def _check_policy(policy: PolicyConfig) -> None:
 
 
 def _check_device(name: str, device: str, others: str = "") -> None:
-    if not re.fullmatch(r"[a-z]*(:\d+)?", device):
+    if not re.fullmatch(r"([a-z]+(:\d+)?)?", device):
         raise ConfigError(f"{name} is for example cpu or cuda:1{others}, not {device!r}")
 
 

@@ -46,14 +46,14 @@ class _OnCard(torch.Tensor):
 
 
 class FakeCard(TorchDispatchMode):
-    """Computes for ``device``. ``n_waits``: how often the host waited; ``is_lost`` has every operation there fail."""
+    """Computes for ``device``. ``n_waits``: how often the host waited; ``failure`` is what operations there raise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device(NAME, 0)
         self.n_waits = 0
         self.n_operations = 0
-        self.is_lost = False
+        self.failure: Exception | None = None
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,8 +74,8 @@ class FakeCard(TorchDispatchMode):
         return tree_map(lambda leaf: _OnCard(leaf) if isinstance(leaf, torch.Tensor) else leaf, out)
 
     def _count(self, name: str, tensors: list[torch.Tensor], there: list[bool], goes_there: bool) -> None:
-        if self.is_lost:
-            raise RuntimeError("the card is lost")
+        if self.failure is not None:
+            raise self.failure
         self.n_operations += 1
         is_apart = any(not t and tensor.ndim for tensor, t in zip(tensors, there, strict=True))
         if name not in COPIES and is_apart:

@@ -70,7 +70,7 @@ class ServedModels:
         self._turns = turns
         self._nursery = nursery
         self._head = settings.head
-        self._device = settings.device
+        self._card = pick_card(settings.device)
         self._engines: dict[tuple[ModelId, str], GenerationEngine] = {}
         self._loading: dict[ModelId, trio.Lock] = {}
         self._chats: dict[ModelId, bool] = {}
@@ -160,8 +160,7 @@ class ServedModels:
         def load() -> tuple[Ends, Tokenizer]:
             try_out(folder)
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            card = pick_card(self._device) if head_source is None else None
-            ends = Ends(folder, getattr(torch, dtype), head_folder, is_quick=head_source is None, card=card)
+            ends = Ends(folder, getattr(torch, dtype), head_folder, is_quick=head_source is None, card=self._card)
             ends.use_line(trace_ends(ends))
             return ends, tokenizer
 

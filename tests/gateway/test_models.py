@@ -168,3 +168,9 @@ async def test_a_draft_is_used_once_it_can_be_and_whatever_was_wrong_with_it_end
         await until(lambda: "does not hold the tensors of this draft" in caplog.text)
         assert engine.make_draft is None
         nursery.cancel_scope.cancel()
+
+
+async def test_a_device_that_is_not_here_is_said_at_the_start(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(ConfigError, match="the device 'cuda:7' cannot be used here"):
+            ServedModels(OneModel(tmp_path), Turns(1, 1, 1), nursery, GatewayConfig(device="cuda:7"))  # type: ignore[arg-type]  # a swarm of its kind

@@ -66,6 +66,9 @@ def test_logits_come_from_those_who_announce_a_head_and_say_the_same(
                 assert model.last_session.statistics.n_logits == n_given
         with pytest.raises(swarmd.ConfigError, match="head is one of auto, own, int8, swarm, not 'mine'"):
             client.model("demo", head="mine")
+        for device in ("cuda:7", "meta", "privateuseone", "nonsense"):
+            with pytest.raises(swarmd.ConfigError, match=f"the device '{device}' cannot be used here"):
+                client.model("demo", device=device)
 
 
 def test_programs_take_them_where_that_is_quicker(

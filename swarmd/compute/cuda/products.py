@@ -19,6 +19,7 @@ from swarmd.compute.cuda.attention import PRECISION
 FEW_ROWS = 32  # that are multiplied with 8 bits themselves
 OUTS = 16  # rows of a weight that one program reads: columns of its output
 INS = 256  # columns of a weight that it reads at a time
+INS_OF_FLOAT32 = 64  # the same: with more of them registers do not suffice, and 4 KB lie in memory
 ROWS = 16  # of the input that one program multiplies
 WIDE = 1_024  # of a row that one program makes numbers of
 
@@ -39,7 +40,8 @@ def _compute_int8(
         return torch.nn.functional.linear(rows, numbers) * scales
     out = torch.empty(m, n_out, dtype=rows.dtype, device=rows.device)
     grid = triton.cdiv(n_out, OUTS), triton.cdiv(m, ROWS)
-    sizes = {"ROWS": ROWS, "OUTS": OUTS, "INS": INS, "EXACT": PRECISION}
+    n_in_at_a_time = INS if rows.element_size() < 4 else INS_OF_FLOAT32
+    sizes = {"ROWS": ROWS, "OUTS": OUTS, "INS": n_in_at_a_time, "EXACT": PRECISION}
     packed_rows = rows.contiguous()
     _int8[grid](packed_rows, quantised, scales, out, m, n_out, n_in, **sizes)
     return out

@@ -12,8 +12,8 @@ def pick_device(requested: str = "") -> str:
     """Return the requested device, as torch names it; else CUDA, then MPS, then the CPU. Raises ConfigError."""
     if requested:
         try:
-            torch.empty(0, device=requested)
-        except (RuntimeError, AssertionError) as error:
+            torch.zeros(1, device=requested).item()
+        except (RuntimeError, AssertionError, ImportError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"the device {requested!r} cannot be used here: {reason}") from None
         return requested

@@ -12,20 +12,25 @@ from swarmd.compute.linear.layers import ROOM, FrozenLinear
 
 logger = logging.getLogger(__name__)
 
+MOST_ROWS = 64  # at a time: logits of a vocabulary are large, here and there
+
 
 class CardLinear(FrozenLinear):
-    """A layer's weight on a card, beside the one in the host's memory, which computes as soon as the card fails."""
+    """A layer's weight on a card, beside the one in the host's memory. Computing raises RuntimeError once it fails."""
 
     def __init__(self, linear: nn.Linear, card: torch.device) -> None:
         super().__init__(linear)
         self._here = linear.weight.detach()
-        self._card = card
-        self._on_card: torch.Tensor | None = self._here.to(card)
+        self._on_card = self._here.to(card)
 
     @staticmethod
     def has_room(linear: nn.Linear, card: torch.device) -> bool:
         """Has the card memory for this weight, and as much again for whoever else computes there?"""
-        return free_memory_bytes(str(card)) > ROOM * linear.weight.nbytes
+        try:
+            return free_memory_bytes(str(card)) > ROOM * linear.weight.nbytes
+        except RuntimeError as error:  # full to the last byte, somebody's alone, or its driver is broken
+            logger.warning("%s is not used: %s", card, str(error)[:200])
+            return False
 
     @property
     def weight(self) -> torch.Tensor:
@@ -44,18 +49,14 @@ class CardLinear(FrozenLinear):
         return self._here.nbytes
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute on the card; here, from then on, once that fails: others fill its memory, drivers lose cards."""
-        on_card = self._on_card
-        if on_card is not None:
-            try:
-                product = self._bring_back(nn.functional.linear(hidden.to(self._card), on_card))
-                return product if self.bias is None else product + self.bias
-            except RuntimeError as error:  # torch's own kinds for full memory and lost cards are of this one
-                self._on_card = None
-                logger.warning("%s fails, the processor computes in its place: %s", self._card, str(error)[:200])
-        return nn.functional.linear(hidden, self._here, self.bias)
+        rows = hidden.reshape(-1, self.in_features)
+        parts = [self._compute_rows(part) for part in torch.split(rows, MOST_ROWS)]
+        product = torch.cat(parts).view(*hidden.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias
 
-    def _bring_back(self, product: torch.Tensor) -> torch.Tensor:
-        """Copy to the host: into memory that a card writes to by itself, where there is such."""
-        here = torch.empty(product.shape, dtype=product.dtype, pin_memory=self._card.type == "cuda")
+    def _compute_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Compute there, and copy to the host: into memory that a card writes to by itself, where there is such."""
+        on_card = self._on_card
+        product = nn.functional.linear(rows.to(on_card.device), on_card)
+        here = torch.empty(product.shape, dtype=product.dtype, pin_memory=on_card.device.type == "cuda")
         return here.copy_(product)

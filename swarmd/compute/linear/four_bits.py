@@ -26,7 +26,7 @@ def cut_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cut a weight [out, in] on a CPU into rows that caches hold while they are quantised, which takes a third then."""
     if weight.device.type != "cpu":
         return (weight,)
-    n_rows = PART_BYTES // (4 * weight.shape[1]) // TOGETHER * TOGETHER
+    n_rows = PART_BYTES // max(1, 4 * weight.shape[1]) // TOGETHER * TOGETHER
     return torch.split(weight, max(TOGETHER, n_rows))
 
 

@@ -7,6 +7,7 @@ kernels that had a weight packed beforehand, or read fewer bits (docs/decisions/
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ TIMED_BYTES = 24 * 2**20  # of weights: caches hold fewer, and nothing is gained
 PART_BYTES = 8 * 2**20  # of one of several layers: the rest of a large one takes long, and tells nothing new
 ROWS_TOGETHER = 64  # rows that torch packs beside each other in 4 bits
 TIMED_PASSES = 3  # of which the fastest counts: other programs run here too
+MOST_HALVED = 2**26  # numbers of a head that FBGEMM packs: it takes 2 s for so many
+MOST_FAILED = 3  # computations of one kernel, after which it is not asked any more
+NO_ROOM = "not enough memory for another copy of its weight"
 LOOKED_AT = 256  # numbers of a weight that may have been changed unseen
 WORTH = 0.9  # of the time that torch's own layer takes: servers on equal machines should choose alike
 
@@ -59,11 +63,16 @@ class Kernel:
     is_compiled: bool = False
 
 
+logger = logging.getLogger(__name__)
+
 Sample = Sequence[tuple[Any, Any]]  # layers, and so many of their first rows that each is quick to try
 
 
 def _pack(packing: Packing) -> Callable[[nn.Linear, Path | None], FrozenLinear]:
     return lambda layer, folder: PackedLinear(layer, packing)
+
+
+HALVES = _pack(HALF)
 
 
 def _make_dynamic(layer: QuantisedLinear, folder: Path | None) -> FrozenLinear:
@@ -97,25 +106,30 @@ def _can_halve_bfloat16(layer: nn.Linear) -> bool:
 #   name       weights     layer                              for                                          tolerance
 KERNELS = (
     Kernel("onednn", "float32", _pack(ONEDNN), _takes_all, 1e-4),
-    Kernel("half", "float32", _pack(HALF), _can_halve, 1e-4),
+    Kernel("half", "float32", HALVES, _can_halve, 1e-4),
     Kernel("tiles", "float32", _compile, CompiledLinear.can_take_numbers, 1e-4, is_compiled=True),
     Kernel("onednn", "bfloat16", _pack(ONEDNN), _can_pack_bfloat16, 0.03),
-    Kernel("half", "bfloat16", _pack(HALF), _can_halve_bfloat16, 0.03),
+    Kernel("half", "bfloat16", HALVES, _can_halve_bfloat16, 0.03),
     Kernel("dynamic", "int8", _make_dynamic, DynamicInt8Linear.can_take, 0.05),
     Kernel("levels", "int8", _compile, CompiledLinear.can_take, 0.05, is_compiled=True),
     Kernel("levels", "int4", _compile, CompiledLinear.can_take, 0.05, is_compiled=True),
 )
 
 
-def kernels_beside(layer: nn.Linear, card: torch.device | None) -> tuple[Kernel, ...]:
-    """What may compute a layer whose weight stays where it is, too: what there is room for, and a card if there is one.
+def has_room_beside(layer: nn.Linear) -> bool:
+    """Is there memory for another copy of a layer's weight?"""
+    return layer.weight.device.type != "cpu" or free_memory_bytes("cpu") >= ROOM * 4 * layer.weight.numel()
 
-    A card is for what is as large as a head: hidden states go there and logits come back.
-    """
-    needed_bytes = ROOM * 4 * layer.weight.numel()
-    has_room = layer.weight.device.type != "cpu" or free_memory_bytes("cpu") >= needed_bytes
-    of_card = _kernels_of_card(card) if card is not None and CardLinear.has_room(layer, card) else ()
-    return (*(KERNELS if has_room else ()), *of_card)
+
+def _kernels_for(layer: nn.Linear, card: torch.device | None) -> tuple[Kernel, ...]:
+    """What may compute a layer whose weight stays where it is, too: what there is room for, and a card beside."""
+    kernels: tuple[Kernel, ...] = KERNELS if has_room_beside(layer) else ()
+    if layer.weight.numel() > MOST_HALVED:
+        kernels = tuple(kernel for kernel in kernels if kernel.make is not HALVES)
+    is_large = layer.weight.nbytes >= TIMED_BYTES
+    if card is not None and is_large and CardLinear.has_room(layer, card):
+        return (*kernels, *_kernels_of_card(card))
+    return kernels
 
 
 def _kernels_of_card(card: torch.device) -> tuple[Kernel, ...]:
@@ -132,17 +146,16 @@ def choose_kernel(
     compile_folder: Path | None = None,
     known: str | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
-    kernels: Sequence[Kernel] = KERNELS,
 ) -> Decision[str]:
     """Replace the model's linear layers by the fastest kernel that is right here; says which and why.
 
     ``rows``: of the passes that count; others are computed by other means. ``compile_folder``: where compiled code is
     kept (``build.compiling``); without it none is offered. ``known``: the kernel that was the fastest before; it is
-    verified only. ``kernels``: those that may be taken.
+    verified only.
     """
     is_wanted = _is_int4 if find_layers(model, _is_int4) else _is_replaceable  # beside 4 bits, others are few
     found_layers = list(find_layers(model, is_wanted).values())
-    decision, kernel = _decide(found_layers, rows, compile_folder, known, kernels)
+    decision, kernel = _decide(found_layers, rows, compile_folder, known)
     if kernel is not None:
 
         def make(layer: Any) -> nn.Module:
@@ -161,10 +174,13 @@ def _is_replaceable(module: nn.Module) -> bool:
 
 
 def quicken_layer(layer: nn.Linear, card: torch.device | None = None) -> Decision[str]:
-    """Do the same for one layer that stays torch's own, which its user may train: ``QuickLinear``."""
-    kernels = kernels_beside(layer, card)
+    """Do the same for one layer that stays torch's own, which its user may train: ``QuickLinear``.
+
+    Its weight stays, too. A ``card`` may compute it, if it is as large as a head.
+    """
+    kernels = _kernels_for(layer, card)
     if not kernels:
-        return Decision("plain", "not enough memory for another copy of its weight")
+        return Decision("plain", NO_ROOM)
     row_bytes = layer.in_features * layer.weight.element_size()
     n_rows = -(-2 * TIMED_BYTES // row_bytes)
     part = nn.Linear(layer.in_features, 1, bias=False, device="meta")
@@ -175,8 +191,12 @@ def quicken_layer(layer: nn.Linear, card: torch.device | None = None) -> Decisio
         return decision
     if not kernel.can_take(layer):
         return Decision("plain", f"{kernel.name} takes only its first rows")
+    try:
+        frozen = kernel.make(layer, None)
+    except RuntimeError as error:  # only its first rows were tried
+        return Decision("plain", f"not {kernel.name}: {str(error)[:200]}")
     layer.__class__ = QuickLinear
-    layer.__dict__["quick"] = _FastestKernel(kernel.make(layer, None), layer.weight)
+    layer.__dict__["quick"] = _FastestKernel(frozen, layer.weight)
     return decision
 
 
@@ -185,7 +205,8 @@ class _FastestKernel:
 
     def __init__(self, frozen: FrozenLinear, weight: torch.Tensor) -> None:
         frozen.bias = None
-        self._frozen = frozen
+        self._frozen: FrozenLinear | None = frozen
+        self._n_failed = 0
         self._fingerprint = self._fingerprint_of(weight)
 
     @staticmethod
@@ -197,10 +218,22 @@ class _FastestKernel:
         return weight.data_ptr(), version, weight.dtype, sample.sum().item()
 
     def compute(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """Compute without the bias; None when it cannot stand for the weight."""
-        if torch.is_grad_enabled() or hidden.dtype != weight.dtype:
+        """Compute without the bias; None when it cannot stand for the weight, or fails: torch's own layer computes."""
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.dtype != weight.dtype:
             return None
-        return self._frozen.compute(hidden) if self._fingerprint_of(weight) == self._fingerprint else None
+        frozen = self._frozen
+        if frozen is None or hidden.shape[-1] != weight.shape[1] or self._fingerprint_of(weight) != self._fingerprint:
+            return None
+        try:
+            return frozen.compute(hidden)
+        except RuntimeError as error:  # others fill a card's memory, and drivers lose cards
+            self._n_failed += 1
+            is_over = self._n_failed >= MOST_FAILED or isinstance(error, torch.AcceleratorError)
+            if is_over:
+                self._frozen = None
+            then = "from now on" if is_over else "this time"
+            logger.warning("a quick kernel fails, torch's own computes %s: %s", then, str(error)[:200])
+            return None
 
 
 class QuickLinear(nn.Linear):
@@ -291,16 +324,19 @@ def _weights_name(layer: nn.Linear | QuantisedLinear) -> str:
 def _sample(found_layers: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Choose a layer of each shape, then others, so many that no cache holds their first rows."""
     first_of_shape = {(layer.out_features, layer.in_features): layer for layer in reversed(found_layers)}
-    part_bytes = max(PART_BYTES, -(-TIMED_BYTES // len(found_layers)))  # a lone head has to make up for all
-    sample = [(layer, _first_rows(layer, part_bytes)) for layer in first_of_shape.values()]
+    sample = [(layer, _first_rows(layer, PART_BYTES)) for layer in first_of_shape.values()]
     n_bytes = sum(stored_weight(part).nbytes for _, part in sample)
     for layer in found_layers:
         if n_bytes >= TIMED_BYTES:
             break
         if not any(layer is first for first in first_of_shape.values()):
-            part = _first_rows(layer, part_bytes)
+            part = _first_rows(layer, PART_BYTES)
             sample.append((layer, part))
             n_bytes += stored_weight(part).nbytes
+    if n_bytes < TIMED_BYTES:  # a head among few: of the largest layer there is more
+        index, (layer, part) = max(enumerate(sample), key=lambda each: stored_weight(each[1][0]).nbytes)
+        wanted_bytes = stored_weight(part).nbytes + TIMED_BYTES - n_bytes
+        sample[index] = (layer, _first_rows(layer, wanted_bytes))
     return sample
 
 

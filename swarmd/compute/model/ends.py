@@ -17,11 +17,12 @@ from torch import nn
 from transformers import DynamicCache
 
 from swarmd.compute.linear.compiled_layers import Int8Head
-from swarmd.compute.linear.kernels import KERNELS, choose_kernel, kernels_beside
+from swarmd.compute.linear.kernels import NO_ROOM, choose_kernel, has_room_beside, quicken_layer
 from swarmd.compute.model import skeleton
 from swarmd.compute.model.client_part import load_client_part
 from swarmd.compute.model.mapped_vocabulary import map_vocabulary
 from swarmd.errors import ConfigError
+from swarmd.values import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,7 @@ class Ends:
         if int8_head is not None or not is_quick:
             map_vocabulary(self.model, folder)
         elif device == "cpu":
-            head = self.model.get_output_embeddings()
-            kernels = kernels_beside(head, card) if type(head) is nn.Linear else KERNELS
-            found = choose_kernel(self.model, kernels=kernels)
+            found = _choose_kernel(self.model, card)
             logger.info("the head of %s: %s (%s)", folder.name, found.action, found.reason)
         layers: Any = skeleton.decoder_layers(self.model)
         self._layers = list(layers.children())
@@ -212,6 +211,16 @@ class Ends:
         if self._swarm_output is None:
             raise _BlockZeroReached(hidden)
         return self._swarm_output
+
+
+def _choose_kernel(model: Any, card: torch.device | None) -> Decision[str]:
+    """Have the ends computed by what is fastest here; where there is a card, the head alone."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and card is not None:
+        return quicken_layer(head, card)
+    if type(head) is nn.Linear and not has_room_beside(head):
+        return Decision("plain", NO_ROOM)
+    return choose_kernel(model)
 
 
 def put_int8_head(model: Any, compile_folder: Path) -> None:

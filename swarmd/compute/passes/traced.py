@@ -114,6 +114,8 @@ def written_down(run: Pass, first: torch.Tensor, positions: torch.Tensor) -> fx.
         if not is_pure(module.graph):
             try:
                 module = make_fx(torch.func.functionalize(run))(first, positions)
+            except torch.AcceleratorError:
+                raise  # nothing will be computed by this process any more
             except Exception as failure:  # noqa: BLE001 - many ways to fail, and what was recorded is right as well
                 logger.info("a pass that writes to its tensors stays as it is: %s", str(failure)[:200])
     return module

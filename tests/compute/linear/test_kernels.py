@@ -144,6 +144,19 @@ def test_a_lone_head_is_large_enough_to_be_timed(n_out: int) -> None:
     assert "time by rows" in choose_kernel(nn.Sequential(sixteen_bits(1_024, n_out, bias=False))).reason
 
 
+def test_a_head_among_small_layers_is_timed_too() -> None:
+    others = [sixteen_bits(512, 1_024, bias=False), sixteen_bits(1_024, 512, bias=False)]
+    assert "time by rows" in choose_kernel(nn.Sequential(*others, sixteen_bits(512, 30_000, bias=False))).reason
+
+
+@pytest.mark.parametrize("width", [63, 65])
+def test_a_wrong_width_is_said_in_torchs_words(width: int) -> None:
+    head = sixteen_bits(1_024, 6_144, bias=False)
+    assert quicken_layer(head).action != "plain"
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        head(torch.randn(2, width))
+
+
 @pytest.mark.usefixtures("other_is_faster")
 class TestChosen:
     def test_all_layers_are_replaced(self) -> None:
