@@ -17,7 +17,10 @@ MOST_ASKED = 4 * FEW  # passes for which the last server is asked before it coun
 #     asking     FEW passes tell what the last hop takes with a head; the more it takes is the head's time
 #     decided    for AGAIN passes
 class HeadChoice:
-    """Decides by what passes of one token took. ``asks``: is the last server asked for logits now?"""
+    """Decides by what passes of one token took. ``asks``: is the last server asked for logits now?
+
+    Threads share one: what is counted twice, or not at all, costs a measurement and no more.
+    """
 
     def __init__(self) -> None:
         self.asks = False
@@ -32,31 +35,45 @@ class HeadChoice:
         self._n_asked = 0
         self._n_decided = 0  # passes for which it stays decided
 
+    def rests(self) -> bool:
+        """Is it decided that one's own head computes a pass of one token? Then nothing of that need be told."""
+        if self._n_decided <= 0 or self.asks:
+            return False
+        self._count_decided()
+        return True
+
     def note(self, hop_s: float, own_s: float | None, is_given: bool) -> None:
         """A pass of one token was computed by the last hop in ``hop_s``, its logits here in ``own_s`` (None: not here).
 
         ``is_given``: the hop gave logits, and its time has them in it.
         """
-        if self._n_decided:
-            self._n_decided -= 1
-            if not self._n_decided:
-                self._begin()
+        if self._n_decided > 0:
+            self._count_decided()
         elif self.asks:
             self._n_asked += 1
             if is_given:
                 self._with_s.append(hop_s)
-            if len(self._with_s) == FEW:
+            if len(self._with_s) >= FEW:
                 self._compare()
-            elif self._n_asked == MOST_ASKED:
+            elif self._n_asked >= MOST_ASKED:
                 self._decide(False, "the last server has no head")
         elif own_s is not None and not is_given:
             self._own_s.append(own_s)
             self._without_s.append(hop_s)
-            if len(self._own_s) == FEW:
-                own_s = statistics.median(self._own_s)
-                self.asks = own_s >= SHORT_S
-                if not self.asks:
-                    self._decide(False, f"one's own takes {1e3 * own_s:.1f} ms")
+            if len(self._own_s) >= FEW:
+                self._look_at_own()
+
+    def _count_decided(self) -> None:
+        self._n_decided -= 1
+        if self._n_decided <= 0:
+            self._begin()
+
+    def _look_at_own(self) -> None:
+        own_s = statistics.median(self._own_s)
+        if own_s < SHORT_S:
+            self._decide(False, f"one's own takes {1e3 * own_s:.1f} ms")
+        else:
+            self.asks = True
 
     def _compare(self) -> None:
         own_s = statistics.median(self._own_s)

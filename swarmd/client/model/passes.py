@@ -73,7 +73,8 @@ class LogitsSource:
 
     def compute_logits(self, sent: torch.Tensor, n: int, is_prompt: bool = False) -> torch.Tensor:
         """Compute logits of the tokens sent, or of the last ``n`` only."""
-        if self.traced is not None and (is_prompt or self.head is not None):
+        asks_head = self.head is not None and not self.head.rests(self.cache.session)
+        if self.traced is not None and (is_prompt or asks_head):
             return self._compute_end(self.traced, sent, n)
         if self.traced is not None:
             positions, through_swarm = self.cache.prepare_append(sent.shape[1])

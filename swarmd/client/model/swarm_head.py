@@ -131,10 +131,7 @@ def head_called(name: str, compiled_in: Path, verify: float = 0.0) -> HeadBy:
 
 
 class SwarmHead:
-    """One model's steps, with logits of the last hop where it gives them.
-
-    Threads share it; that one of them is counted too often changes no text.
-    """
+    """One model's steps, with logits of the last hop where it gives them."""
 
     def __init__(self, model: Any, traced: StepPass, checks: HeadChecks) -> None:
         self._traced = traced
@@ -154,6 +151,10 @@ class SwarmHead:
         if self._checks.is_needed:
             return self._vocabulary
         return self._vocabulary if session is not None and self.choice_for(session).asks else 0
+
+    def rests(self, session: Session | None) -> bool:
+        """Does one's own head compute the next token, and nothing is to be measured?"""
+        return not self._checks.is_needed and session is not None and self.choice_for(session).rests()
 
     def choice_for(self, session: Session) -> HeadChoice:
         """Whose head is used where a session ends."""

@@ -174,11 +174,13 @@ def test_a_quick_head_asks_nobody_and_others_are_measured_anew_after_a_while() -
     hear(0.010, 0.012, 2 * head_choice.FEW)
     assert choice.asks
     assert choice.reason == "one's own takes 30.0 ms, the last server's 2.0"
+    assert not choice.rests(), "it is asked"
     hear(0.010, 0.060, AGAIN)
     assert not choice.asks, "it is looked at anew"
     hear(0.010, 0.060, 2 * head_choice.FEW)
     assert not choice.asks
     assert choice.reason == "one's own takes 30.0 ms, the last server's 50.0"
+    assert [choice.rests() for _ in range(AGAIN + 1)] == [True] * AGAIN + [False]
 
 
 class TestGenerating:
