@@ -244,8 +244,6 @@ def test_codecs_travel_through_real_servers(pair: Pair) -> None:
         eight = client.model("demo", chain=chain, head="int8")
         worst["head"] = float((eight(ids).logits - raw).abs().max() / raw.abs().max())
         assert eight.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False).shape[1] == ids.shape[1] + 4
-        with pytest.raises(swarmd.ConfigError, match="head is one of own, int8, swarm, not 'mine'"):
-            client.model("demo", chain=chain, head="mine")
     assert 0 < worst["float16"] < 0.005
     assert 0 < worst["bfloat16"] < 0.05
     assert 0 < worst["int8"] < 0.1
