@@ -23,7 +23,6 @@ class HeadChoice:
     """
 
     def __init__(self) -> None:
-        self.asks = False
         self.reason = "not measured yet"
         self._begin()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ class SwarmHead:
         self._weights = list(model.get_output_embeddings().parameters())
         self._known = self._fingerprint()
         self._vocabulary = int(model.get_output_embeddings().out_features)
-        self._choices: dict[str, HeadChoice] = {}  # by last hops, as people read them
+        self._choices = defaultdict[str, HeadChoice](HeadChoice)  # by last hops, as people read them
 
     @property
     def is_current(self) -> bool:
@@ -158,7 +159,7 @@ class SwarmHead:
 
     def choice_for(self, session: Session) -> HeadChoice:
         """Whose head is used where a session ends."""
-        return self._choices.setdefault(session.chain[-1], HeadChoice())
+        return self._choices[session.chain[-1]]
 
     def explain(self, session: Session | None) -> Decision[str]:
         """Say whose head is asked in a session, and why."""
@@ -189,9 +190,10 @@ class SwarmHead:
             started_at = time.perf_counter()
             logits = self._traced.compute(ids, positions, lambda _: hidden)
             own_s = time.perf_counter() - started_at
-            error = self._checks.find_error(served, logits[0].float(), hidden.dtype) if served is not None else ""
-            if served is not None and error:
-                session.reject_logits(served, error)
+            if served is not None:
+                error = self._checks.find_error(served, logits[0].float(), hidden.dtype)
+                if error:
+                    session.reject_logits(served, error)
         if not self._checks.is_needed and hops_s and ids.shape[1] == 1:
             self.choice_for(session).note(hops_s[-1], own_s, served is not None)
         return logits

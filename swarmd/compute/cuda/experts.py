@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from swarmd.compute.cuda.attention import PRECISION
 from swarmd.compute.cuda.availability import waiting_forbidden
-from swarmd.compute.cuda.products import INS, INS_OF_FLOAT32, OUTS, ROWS
+from swarmd.compute.cuda.products import OUTS, ROWS, tile_sizes
 
 _library = torch.library.Library("swarmd_cuda", "FRAGMENT")  # as an operator, passes that hold it can be captured
 _library.define("grouped(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
@@ -55,9 +54,7 @@ def _compute_grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tens
     out = torch.zeros(m, n_out, dtype=rows.dtype, device=rows.device)
     most_tiles = min(m, m // ROWS + n_experts)
     grid = triton.cdiv(n_out, OUTS), most_tiles
-    n_in_at_a_time = INS if rows.element_size() < 4 else INS_OF_FLOAT32
-    sizes = {"ROWS": ROWS, "OUTS": OUTS, "INS": n_in_at_a_time, "EXACT": PRECISION}
-    sizes["EXPERTS"] = triton.next_power_of_2(n_experts)
+    sizes = {**tile_sizes(rows), "EXPERTS": triton.next_power_of_2(n_experts)}
     _grouped[grid](rows.contiguous(), weights, ends, out, n_experts, n_in, n_out, *weights.stride(), **sizes)
     return out
 

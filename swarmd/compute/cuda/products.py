@@ -28,6 +28,12 @@ _library.define("int8(Tensor rows, Tensor quantised, Tensor scales) -> Tensor")
 _library.define("int4(Tensor rows, Tensor quantised, Tensor scales) -> Tensor")
 
 
+def tile_sizes(rows: torch.Tensor) -> dict[str, int | str]:
+    """What one program multiplies of rows and of a weight, and how exactly."""
+    n_in = INS if rows.element_size() < 4 else INS_OF_FLOAT32
+    return {"ROWS": ROWS, "OUTS": OUTS, "INS": n_in, "EXACT": PRECISION}
+
+
 def _compute_int8(
     rows: torch.Tensor,
     quantised: torch.Tensor,
@@ -40,10 +46,8 @@ def _compute_int8(
         return torch.nn.functional.linear(rows, numbers) * scales
     out = torch.empty(m, n_out, dtype=rows.dtype, device=rows.device)
     grid = triton.cdiv(n_out, OUTS), triton.cdiv(m, ROWS)
-    n_in_at_a_time = INS if rows.element_size() < 4 else INS_OF_FLOAT32
-    sizes = {"ROWS": ROWS, "OUTS": OUTS, "INS": n_in_at_a_time, "EXACT": PRECISION}
     packed_rows = rows.contiguous()
-    _int8[grid](packed_rows, quantised, scales, out, m, n_out, n_in, **sizes)
+    _int8[grid](packed_rows, quantised, scales, out, m, n_out, n_in, **tile_sizes(rows))
     return out
 
 

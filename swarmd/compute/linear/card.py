@@ -41,10 +41,6 @@ class CardLinear(FrozenLinear):
         return self._here
 
     @property
-    def stored_dtype(self) -> torch.dtype:
-        return self._here.dtype
-
-    @property
     def n_bytes(self) -> int:
         return self._here.nbytes
 

@@ -139,10 +139,6 @@ class CompiledLinear(FrozenLinear):
         return self._stored
 
     @property
-    def stored_dtype(self) -> torch.dtype:
-        return self._stored.dtype
-
-    @property
     def n_bytes(self) -> int:
         return self._stored.nbytes + self.stored_scales.nbytes
 

@@ -33,6 +33,8 @@ from swarmd.compute.linear.layers import (
 from swarmd.compute.linear.packed import HALF, ONEDNN, DynamicInt8Linear, PackedLinear, Packing
 from swarmd.values import Decision
 
+logger = logging.getLogger(__name__)
+
 ROWS = (1, 4, 8)  # of the passes that are timed: one session decodes, several do
 PROMPT_ROWS = (32, 64)  # where something else computes few: those of a prompt's pass beside others
 CHECKED_ROWS = (1, 2, 3, 5, 8, 17, 64, 65, 200)  # of passes that have to be right
@@ -63,16 +65,11 @@ class Kernel:
     is_compiled: bool = False
 
 
-logger = logging.getLogger(__name__)
-
 Sample = Sequence[tuple[Any, Any]]  # layers, and so many of their first rows that each is quick to try
 
 
 def _pack(packing: Packing) -> Callable[[nn.Linear, Path | None], FrozenLinear]:
     return lambda layer, folder: PackedLinear(layer, packing)
-
-
-HALVES = _pack(HALF)
 
 
 def _make_dynamic(layer: QuantisedLinear, folder: Path | None) -> FrozenLinear:
@@ -106,10 +103,10 @@ def _can_halve_bfloat16(layer: nn.Linear) -> bool:
 #   name       weights     layer                              for                                          tolerance
 KERNELS = (
     Kernel("onednn", "float32", _pack(ONEDNN), _takes_all, 1e-4),
-    Kernel("half", "float32", HALVES, _can_halve, 1e-4),
+    Kernel("half", "float32", _pack(HALF), _can_halve, 1e-4),
     Kernel("tiles", "float32", _compile, CompiledLinear.can_take_numbers, 1e-4, is_compiled=True),
     Kernel("onednn", "bfloat16", _pack(ONEDNN), _can_pack_bfloat16, 0.03),
-    Kernel("half", "bfloat16", HALVES, _can_halve_bfloat16, 0.03),
+    Kernel("half", "bfloat16", _pack(HALF), _can_halve_bfloat16, 0.03),
     Kernel("dynamic", "int8", _make_dynamic, DynamicInt8Linear.can_take, 0.05),
     Kernel("levels", "int8", _compile, CompiledLinear.can_take, 0.05, is_compiled=True),
     Kernel("levels", "int4", _compile, CompiledLinear.can_take, 0.05, is_compiled=True),
@@ -125,7 +122,7 @@ def _kernels_for(layer: nn.Linear, card: torch.device | None) -> tuple[Kernel, .
     """What may compute a layer whose weight stays where it is, too: what there is room for, and a card beside."""
     kernels: tuple[Kernel, ...] = KERNELS if has_room_beside(layer) else ()
     if layer.weight.numel() > MOST_HALVED:
-        kernels = tuple(kernel for kernel in kernels if kernel.make is not HALVES)
+        kernels = tuple(kernel for kernel in kernels if kernel.name != "half")
     is_large = layer.weight.nbytes >= TIMED_BYTES
     if card is not None and is_large and CardLinear.has_room(layer, card):
         return (*kernels, *_kernels_of_card(card))
@@ -181,12 +178,7 @@ def quicken_layer(layer: nn.Linear, card: torch.device | None = None) -> Decisio
     kernels = _kernels_for(layer, card)
     if not kernels:
         return Decision("plain", NO_ROOM)
-    row_bytes = layer.in_features * layer.weight.element_size()
-    n_rows = -(-2 * TIMED_BYTES // row_bytes)
-    part = nn.Linear(layer.in_features, 1, bias=False, device="meta")
-    part.weight = nn.Parameter(layer.weight.detach()[:n_rows], requires_grad=False)
-    part.out_features = len(part.weight)
-    decision, kernel = _decide([part], ROWS, kernels=kernels)
+    decision, kernel = _decide([_first_rows(layer, 2 * TIMED_BYTES)], ROWS, kernels=kernels)
     if kernel is None:
         return decision
     if not kernel.can_take(layer):

@@ -53,9 +53,9 @@ class FrozenLinear(nn.Module):
         """The weight as it was given, [out, in]: plain numbers, or quantised values of 8 or 4 bits as packed."""
 
     @property
-    @abstractmethod
     def stored_dtype(self) -> torch.dtype:
-        """The type of ``stored``, which some layers have to make anew."""
+        """The type of ``stored``; layers that have to make that anew know it without."""
+        return self.stored.dtype
 
     @property
     @abstractmethod
@@ -111,10 +111,6 @@ class QuantisedLinear(FrozenLinear):
     @property
     def stored(self) -> torch.Tensor:
         return self.quantised.detach()
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        return self.quantised.dtype
 
     @property
     def stored_scales(self) -> torch.Tensor:
